@@ -1,0 +1,249 @@
+"""Logits -> the distribution that is sampled. The only place that knows temperature, top-p and penalties.
+
+The order is that of transformers' `generate`: processors that look at the text, then temperature, top-k, top-p,
+min-p. Greedy is temperature 0: no noise and no truncation, the argmax of the processed logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from . import noise
+from .errors import EngineError, InputError
+
+# Truncation looks at this many of the likeliest tokens before it sorts the whole vocabulary.
+_NUCLEUS_GUESS = 256
+
+
+class LogitsProcessor(Protocol):
+    """transformers' processor interface."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: [1, length] int64 the exact text so far; scores: [1, vocab] float32. Returns [1, vocab]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    temperature: 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. seed None draws one and returns it in the result.
+    repetition_penalty: over prompt and output, as in transformers. presence_penalty, frequency_penalty: over the
+    output, as in OpenAI's API. logit_bias: token id -> number added to its logit.
+    max_new_tokens, min_new_tokens: tokens generated, the end-of-text token included.
+    stop: strings that end the text; they are not part of it. stop_token_ids: ids that end it beside the model's own.
+    ignore_eos: go on past the model's end-of-text tokens. logprobs: how many alternatives to report per token
+    (0: only the token itself; None: off), from the raw logits of the target.
+    logits_processors: transformers' processors, called once per committed token, in order, on the exact text.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _number("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or larger")
+        _number("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (1 = off)")
+        _integer("top_k", self.top_k, 0, "0 (off) or larger")
+        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 (off) and 1")
+        _number(
+            "repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 = off)"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), True, "a finite number (0 = off)")
+        _integer("max_new_tokens", self.max_new_tokens, 1, "1 or larger")
+        _integer("min_new_tokens", self.min_new_tokens, 0, "0 or larger")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, "0 or larger, or None to have one drawn")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, "0 or larger, or None for no logprobs")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InputError(
+                    f"stop must hold non-empty strings, got {text!r}. Remove it or give its text."
+                )
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias: token id", token, 0, "0 or larger")
+            _number(f"logit_bias[{token}]", bias, True, "a finite number")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise InputError(f"logits_processors must hold callables, got {processor!r}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _number(name: str, value: object, is_good: bool, wanted: str) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not is_good
+    ):
+        raise InputError(f"{name} must be {wanted}, got {value!r}.")
+
+
+def _integer(name: str, value: object, least: int, wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number, {wanted}, got {value!r}.")
+
+
+class _OutputPenalty:
+    """Presence and frequency penalties over the generated tokens: logit -= presence + frequency * count."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        seen, counts = input_ids[0, self.prompt_length :].unique(return_counts=True)
+        scores = scores.clone()
+        scores[0, seen] -= self.presence + self.frequency * counts.to(scores.dtype)
+        return scores
+
+
+class _LogitBias:
+    def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
+        self.ids = torch.tensor(list(bias), device=device)
+        self.values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_add(1, self.ids, self.values.unsqueeze(0).to(scores.dtype))
+
+
+# Processors whose result depends on (input_ids, scores) alone: they may be asked about drafts that are then refused.
+_PREFIX_PURE = (
+    _OutputPenalty,
+    _LogitBias,
+    RepetitionPenaltyLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+
+def is_prefix_pure(processor: LogitsProcessor) -> bool:
+    """Whether a processor is known to be a pure function of the text (or says so by `is_prefix_pure = True`)."""
+    return isinstance(processor, _PREFIX_PURE) or getattr(processor, "is_prefix_pure", False) is True
+
+
+def build_processors(
+    params: SamplingParams, prompt_length: int, eos_token_ids: Sequence[int], device: torch.device
+) -> list[LogitsProcessor]:
+    """The processors of one request in transformers' order; the user's own come last."""
+    found: list[LogitsProcessor] = []
+    if params.logit_bias:
+        found.append(_LogitBias(params.logit_bias, device))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    if params.presence_penalty or params.frequency_penalty:
+        found.append(_OutputPenalty(prompt_length, params.presence_penalty, params.frequency_penalty))
+    if params.min_new_tokens and eos_token_ids:
+        ends = list(eos_token_ids)
+        found.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends, device=device)
+        )
+    return [*found, *params.logits_processors]
+
+
+def process(logits: Tensor, processors: Sequence[LogitsProcessor], text: Tensor | None) -> Tensor:
+    """[vocab] float32: the logits after every processor. text: [1, length] int64, None when there is none to run."""
+    scores = logits.to(torch.float32)
+    if processors:
+        assert text is not None, "processors need the text"
+        scores = scores.unsqueeze(0)
+        for processor in processors:
+            scores = processor(text, scores)
+        scores = scores[0]
+    return scores
+
+
+def _count_kept(scores: Tensor, log_total: float, params: SamplingParams) -> int:
+    """How many of the likeliest tokens survive. scores: [n] sorted, largest first; exp(log_total): all their mass."""
+    kept = scores.shape[0]
+    if 0 < params.top_k < kept:
+        kept = int(
+            (scores >= scores[params.top_k - 1]).sum()
+        )  # ties with the last one stay, as in transformers
+        log_total = float(scores[:kept].logsumexp(0))
+    if params.top_p < 1:
+        mass_before = (scores[: kept - 1] - log_total).exp().cumsum(0)
+        kept = 1 + int((mass_before < params.top_p).sum())
+    if params.min_p > 0:
+        kept = min(kept, int((scores >= scores[0] + math.log(params.min_p)).sum()))
+    return max(kept, 1)
+
+
+def warp(scores: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
+    """The distribution that is sampled, for temperature > 0: (ids, log-probabilities of those ids).
+
+    scores: [vocab] float32 processed logits. ids: [kept] int64, likeliest first, or None when nothing is cut off;
+    then the second part has [vocab] entries. Cutting a sorted list is all that top-k, top-p and min-p do, so the
+    whole vocabulary is sorted only when a short list of its likeliest tokens does not settle the cut.
+    """
+    scores = scores / params.temperature
+    if params.top_k == 0 and params.top_p >= 1 and params.min_p == 0:
+        return None, scores.log_softmax(0)
+    log_total = float(scores.logsumexp(0))
+    guess = min(max(_NUCLEUS_GUESS, params.top_k + 1), scores.shape[0])
+    values, ids = scores.topk(guess)
+    kept = _count_kept(values, log_total, params)
+    settled = kept < guess and values[kept - 1] > values[kept]
+    if not settled:
+        values, ids = scores.sort(descending=True, stable=True)
+        kept = _count_kept(values, log_total, params)
+    return ids[:kept], values[:kept].log_softmax(0)
+
+
+def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    """The token of plain decoding at a position: argmax of log p + noise. scores: [vocab] processed logits."""
+    if params.is_greedy:
+        return int(scores.argmax())
+    ids, log_probs = warp(scores, params)
+    if bool(log_probs.isnan().any()):
+        raise EngineError(
+            f"The target's scores at position {position} are not numbers, so no token can be chosen. Its weights or a "
+            "logits processor produced NaN or infinity; try dtype='float32'."
+        )
+    return noise.choose(log_probs, ids, seed, position)
+
+
+def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:
+    """[vocab] float64: the distribution that is sampled, as a dense vector; one-hot when greedy."""
+    probs = torch.zeros(scores.shape[0], dtype=torch.float64, device=scores.device)
+    if params.is_greedy:
+        probs[scores.argmax()] = 1.0
+        return probs
+    ids, log_probs = warp(scores, params)
+    exact = log_probs.to(torch.float64).exp()
+    exact /= exact.sum()
+    return exact if ids is None else probs.index_copy(0, ids, exact)

@@ -1,0 +1,178 @@
+"""A tree of drafted tokens. Knows nothing about models, drafters or acceptance rules.
+
+Node 0 is the last committed token; every other node is a guess at what follows its parent. Siblings keep the
+order in which they were proposed. `ancestors` is the mask of tree attention: a node sees itself and its path.
+
+    tokens  (7, 3, 5, 9)        7 ─┬─ 3 ── 9
+    parents (-1, 0, 0, 1)          └─ 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import DraftError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """A drafted tree.
+
+    tokens:  [nodes] token ids; node 0 is the last committed token
+    parents: [nodes] index of each node's parent, smaller than its own; parents[0] = -1
+    value:   [nodes] estimated probability that the whole path to the node is accepted; 1 at the root
+    source:  [nodes] which drafter proposed the node; "" at the root
+    q:       [nodes] for `acceptance="rejection"`: the distribution ([vocab], sums to 1) from which the node's
+             token was drawn given its earlier siblings, or None where the proposal was deterministic
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    value: tuple[float, ...]
+    source: tuple[str, ...]
+    q: tuple[Tensor | None, ...]
+
+    @staticmethod
+    def chain(
+        root: int,
+        drafts: Sequence[int] = (),
+        source: str = "",
+        value: Sequence[float] | None = None,
+        q: Sequence[Tensor | None] | None = None,
+    ) -> TokenTree:
+        """A width-1 tree; without drafts the one-node tree of plain decoding."""
+        num_drafts = len(drafts)
+        return TokenTree(
+            tokens=(root, *drafts),
+            parents=tuple(range(-1, num_drafts)),
+            value=(1.0, *(value if value is not None else [1.0] * num_drafts)),
+            source=("", *([source] * num_drafts)),
+            q=(None, *(q if q is not None else [None] * num_drafts)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has at most one child."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """The node's children in the order in which they were proposed."""
+        return [child for child in range(node + 1, len(self.parents)) if self.parents[child] == node]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The first child of `node` that carries `token`, or None."""
+        for child in range(node + 1, len(self.parents)):
+            if self.parents[child] == node and self.tokens[child] == token:
+                return child
+        return None
+
+    def depths(self) -> list[int]:
+        """[nodes] distance of each node from the root: (0, 1, 1, 2) for the tree above."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to `node`, both included: [0, 1, 3] for node 3 above."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """[nodes, nodes] bool: row i is True at node i and at each of its ancestors. For the tree above:
+
+        T . . .
+        T T . .
+        T . T .
+        T T . T
+        """
+        mask = np.eye(len(self.parents), dtype=bool)
+        for node in range(1, len(self.parents)):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    def after(self, prefix: Sequence[int]) -> TokenTree:
+        """This tree hung under a chain of already committed tokens, which become its first nodes."""
+        if not prefix:
+            return self
+        shift = len(prefix)
+        return TokenTree(
+            tokens=(*prefix, *self.tokens),
+            parents=(*range(-1, shift), *(parent + shift for parent in self.parents[1:])),
+            value=(1.0,) * shift + self.value,
+            source=("",) * shift + self.source,
+            q=(None,) * shift + self.q,
+        )
+
+    def clip(self, max_drafts: int, max_depth: int) -> TokenTree:
+        """The tree without the nodes that exceed a number of drafted nodes or a depth."""
+        depths = self.depths()
+        if len(self) - 1 <= max_drafts and max(depths) <= max_depth:
+            return self
+        keep = [node for node in range(len(self)) if depths[node] <= max_depth][: max_drafts + 1]
+        place = {node: index for index, node in enumerate(keep)}
+        return TokenTree(
+            tokens=tuple(self.tokens[node] for node in keep),
+            parents=tuple(place[self.parents[node]] if node else -1 for node in keep),
+            value=tuple(self.value[node] for node in keep),
+            source=tuple(self.source[node] for node in keep),
+            q=tuple(self.q[node] for node in keep),
+        )
+
+    def merge(self, other: TokenTree) -> TokenTree:
+        """The union of two trees with the same root: equal tokens under one parent become one node.
+
+        A node that both trees have keeps this tree's source and proposal, and the larger of the two values.
+        """
+        if self.tokens[0] != other.tokens[0]:
+            raise DraftError(
+                f"Trees with different roots cannot be merged: {self.tokens[0]} and {other.tokens[0]}."
+            )
+        tokens, parents, source, q = list(self.tokens), list(self.parents), list(self.source), list(self.q)
+        value = list(self.value)
+        known = {(parents[node], tokens[node]): node for node in reversed(range(1, len(tokens)))}
+        place = [0]
+        for node in range(1, len(other)):
+            key = (place[other.parents[node]], other.tokens[node])
+            if key not in known:
+                known[key] = len(tokens)
+                tokens.append(other.tokens[node])
+                parents.append(key[0])
+                value.append(other.value[node])
+                source.append(other.source[node])
+                q.append(other.q[node])
+            value[known[key]] = max(value[known[key]], other.value[node])
+            place.append(known[key])
+        return TokenTree(tuple(tokens), tuple(parents), tuple(value), tuple(source), tuple(q))
+
+    def check(self, root: int, vocab_size: int, max_drafts: int) -> None:
+        """Raise DraftError unless this is a tree under `root` that a target with `vocab_size` ids can verify."""
+        num_nodes = len(self.tokens)
+        lengths = {len(self.parents), len(self.value), len(self.source), len(self.q), num_nodes}
+        if len(lengths) != 1 or num_nodes == 0:
+            raise DraftError(
+                f"The fields of a draft must have one entry per node, got lengths {sorted(lengths)}."
+            )
+        if self.tokens[0] != root or self.parents[0] != -1:
+            raise DraftError(f"Node 0 must be the last committed token {root}, got {self.tokens[0]}.")
+        if num_nodes - 1 > max_drafts:
+            raise DraftError(f"The draft has {num_nodes - 1} nodes, more than the {max_drafts} asked for.")
+        for node in range(1, num_nodes):
+            token, parent, value = self.tokens[node], self.parents[node], self.value[node]
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise DraftError(f"Drafted token {token!r} is not an id below {vocab_size}.")
+            if not isinstance(parent, int) or not 0 <= parent < node:
+                raise DraftError(f"Node {node} has parent {parent!r}; a parent must come before its child.")
+            if not 0.0 <= value <= 1.0:
+                raise DraftError(f"Node {node} has value {value!r}; a value is a probability.")
