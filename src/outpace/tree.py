@@ -19,6 +19,28 @@ from torch import Tensor
 from .errors import DraftError
 
 
+def depths(parents: Sequence[int]) -> list[int]:
+    """[nodes] number of ancestors of each node; a parent of -1 means none. (-1, 0, 0, 1) gives [0, 1, 1, 2]."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
+
+
+def ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """[nodes, nodes] bool: row i is True at node i and at each of its ancestors."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    """Whether every node's parent is the node before it."""
+    return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTree:
     """A drafted tree.
@@ -60,8 +82,8 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node has at most one child."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        """Whether every node's parent is the node before it."""
+        return is_chain(self.parents)
 
     def children(self, node: int) -> list[int]:
         """The node's children in the order in which they were proposed."""
@@ -76,10 +98,7 @@ class TokenTree:
 
     def depths(self) -> list[int]:
         """[nodes] distance of each node from the root: (0, 1, 1, 2) for the tree above."""
-        depths = [0] * len(self.parents)
-        for node in range(1, len(self.parents)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        return depths(self.parents)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included: [0, 1, 3] for node 3 above."""
@@ -97,10 +116,7 @@ class TokenTree:
         T . T .
         T T . T
         """
-        mask = np.eye(len(self.parents), dtype=bool)
-        for node in range(1, len(self.parents)):
-            mask[node] |= mask[self.parents[node]]
-        return mask
+        return ancestors(self.parents)
 
     def after(self, prefix: Sequence[int]) -> TokenTree:
         """This tree hung under a chain of already committed tokens, which become its first nodes."""
@@ -156,7 +172,7 @@ class TokenTree:
             place.append(known[key])
         return TokenTree(tuple(tokens), tuple(parents), tuple(value), tuple(source), tuple(q))
 
-    def check(self, root: int, vocab_size: int, max_drafts: int) -> None:
+    def check(self, root: int, vocab_size: int, max_drafts: int, max_depth: int, can_branch: bool = True) -> None:
         """Raise DraftError unless this is a tree under `root` that a target with `vocab_size` ids can verify."""
         num_nodes = len(self.tokens)
         lengths = {len(self.parents), len(self.value), len(self.source), len(self.q), num_nodes}
@@ -164,8 +180,10 @@ class TokenTree:
             raise DraftError(
                 f"The fields of a draft must have one entry per node, got lengths {sorted(lengths)}."
             )
-        if self.tokens[0] != root or self.parents[0] != -1:
-            raise DraftError(f"Node 0 must be the last committed token {root}, got {self.tokens[0]}.")
+        if self.tokens[0] != root:
+            raise DraftError(f"Node 0 must be the last committed token {root}, got {self.tokens[0]!r}.")
+        if self.parents[0] != -1:
+            raise DraftError(f"Node 0 is the root and must have parent -1, got {self.parents[0]!r}.")
         if num_nodes - 1 > max_drafts:
             raise DraftError(f"The draft has {num_nodes - 1} nodes, more than the {max_drafts} asked for.")
         for node in range(1, num_nodes):
@@ -174,5 +192,18 @@ class TokenTree:
                 raise DraftError(f"Drafted token {token!r} is not an id below {vocab_size}.")
             if not isinstance(parent, int) or not 0 <= parent < node:
                 raise DraftError(f"Node {node} has parent {parent!r}; a parent must come before its child.")
-            if not 0.0 <= value <= 1.0:
+            if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
                 raise DraftError(f"Node {node} has value {value!r}; a value is a probability.")
+            q = self.q[node]
+            if q is not None and q.shape != (vocab_size,):
+                raise DraftError(f"Node {node} has a q of shape {tuple(q.shape)} instead of ({vocab_size},).")
+            # Written so that NaN fails too. A token that q excludes cannot have been drawn from it.
+            if q is not None and not (abs(float(q.sum()) - 1) < 1e-3 and float(q[token]) > 0):
+                raise DraftError(
+                    f"Node {node} has a q that sums to {float(q.sum())} and gives {float(q[token])} to its token "
+                    f"{token}; q must be the distribution from which the token was drawn."
+                )
+        if max(self.depths()) > max_depth:
+            raise DraftError(f"The draft is {max(self.depths())} tokens deep, more than the {max_depth} asked for.")
+        if not can_branch and not self.is_chain:
+            raise DraftError("The draft branches, and this model can only verify chains.")

@@ -1,0 +1,116 @@
+"""Asks a loaded model, not a list of names, what it can verify. Knows the target and nothing of drafters.
+
+Some models ignore a tree mask (positions by buffer index, convolutions over slots), and some give silently wrong
+results for several tokens on top of a cached state. Both are found by running the model: every token of a small
+tree must get the scores that decoding its path one token at a time gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+from .errors import LoadError
+from .target import Block, Target
+
+# Wrong masks are off by tenths of the scores' standard deviation, rounding by 1e-5 of it in float32.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+_CONTEXT = 7
+_LONGEST_WINDOW = 320
+_TREE = (-1, 0, 0, 1, 2)  # two branches of two tokens under one root:
+_LEFT, _RIGHT = (0, 1, 3), (0, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a model can verify, and how well a block of nodes agrees with one token at a time.
+
+    can_tree: whether trees and ragged batches give the right scores; chains do, or the model is refused.
+    rounding: the largest score difference seen between a block and single tokens, in logits.
+    reasons: one line per check, for people.
+    """
+
+    can_tree: bool
+    rounding: float
+    reasons: tuple[str, ...]
+
+
+def probe(target: Target) -> Capabilities:
+    """Run the checks. Raises LoadError when not even a chain of tokens gives the scores of single steps."""
+    generator = torch.Generator().manual_seed(0)
+    length = _context_length(target)
+    ids = torch.randint(0, target.vocab_size, (length + len(_TREE),), generator=generator).tolist()
+    context, drafts = tuple(ids[:length]), tuple(ids[length:])
+    tolerance = _TOLERANCE.get(target.dtype, _TOLERANCE[torch.bfloat16])
+    reasons = []
+
+    left = _single_steps(target, context, [drafts[node] for node in _LEFT])
+    scale = float(left.std())
+    chain_error = _difference(_block(target, [context], [drafts[node] for node in _LEFT], (-1, 0, 1)), left)
+    can_chain = chain_error <= tolerance * scale
+    reasons.append(_line("chain of 3 tokens", chain_error, scale, can_chain))
+    if not can_chain:
+        raise LoadError(
+            f"A forward of several tokens over this model's cache is off by {chain_error:.2g} (scores have a standard "
+            f"deviation of {scale:.2g}) from the same tokens one at a time, so drafts cannot be verified in one pass. "
+            "Use transformers' own generate for this model."
+        )
+    if target.tree_obstacle is not None:
+        return Capabilities(False, chain_error, (*reasons, f"tree: {target.tree_obstacle}"))
+    right = _single_steps(target, context, [drafts[node] for node in _RIGHT])
+    # A second, shorter row beside it: the same mask code serves ragged batches.
+    found = _block(target, [context, context[:3]], drafts, _TREE)
+    tree_error = max(_difference(found[list(_LEFT)], left), _difference(found[list(_RIGHT)], right))
+    can_tree = tree_error <= tolerance * scale
+    reasons.append(_line("tree of 5 tokens in a ragged batch", tree_error, scale, can_tree))
+    return Capabilities(can_tree, max(chain_error, tree_error) if can_tree else chain_error, tuple(reasons))
+
+
+def _context_length(target: Target) -> int:
+    """A few tokens, or just over the model's attention window where that is cheap: windows are where masks go wrong."""
+    names = ("sliding_window", "window_size", "attention_chunk_size")
+    windows = [w for w in (getattr(target.config, name, None) for name in names) if isinstance(w, int) and w > 0]
+    fitting = [w + 3 for w in windows if w <= _LONGEST_WINDOW]
+    longest = (target.max_positions or _LONGEST_WINDOW + 3) - len(_TREE)
+    return min(max([_CONTEXT, *fitting]), longest)
+
+
+def _line(what: str, error: float, scale: float, is_right: bool) -> str:
+    return f"{what}: {'right' if is_right else 'WRONG'}, largest difference {error:.1e} (scores vary by {scale:.1f})"
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest |a - b|; infinite where either is not a number."""
+    return float((a - b).abs().nan_to_num(nan=float("inf")).max())
+
+
+def _single_steps(target: Target, context: Sequence[int], path: Sequence[int]) -> Tensor:
+    """[path, vocab] float64: the scores after each token of a path that is decoded one token at a time."""
+    cache = target.new_cache()
+    row = cache.add_row()
+    _feed(target, cache, row, context)
+    return torch.cat([_feed(target, cache, row, (token,)) for token in path]).to(torch.float64)
+
+
+def _feed(target: Target, cache: Cache, row: int, tokens: Sequence[int]) -> Tensor:
+    """Commit tokens to a row; [1, vocab] the scores after the last one."""
+    (output,) = target.forward(cache, [Block(row, tuple(tokens), tuple(range(-1, len(tokens) - 1)))])
+    cache.keep(row, range(len(tokens)))
+    return output.logits
+
+
+def _block(
+    target: Target, contexts: Sequence[Sequence[int]], drafts: Sequence[int], parents: Sequence[int]
+) -> Tensor:
+    """[nodes, vocab] float64: the scores of all nodes over the first context, from one forward over every context."""
+    cache = target.new_cache()
+    blocks = []
+    for context in contexts:
+        row = cache.add_row()
+        _feed(target, cache, row, context)
+        blocks.append(Block(row, tuple(drafts), tuple(parents), num_logits=len(parents)))
+    return target.forward(cache, blocks)[0].logits.to(torch.float64)

@@ -1,0 +1,182 @@
+"""One request: its tokens, its settings, how it ends, and what was counted. Knows no model and no drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .noise import COUPLED, DRAFT
+from .sampling import LogitsProcessor, SamplingParams
+from .text import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities of one generated token under the target's raw logits.
+
+    token, logprob: the token itself. top: the likeliest alternatives as (token, logprob), best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one request. committed tokens = accepted + verifications.
+
+    num_verifications: forwards of the target that emitted a token for this request; num_prefill_passes: forwards that
+    only read prompt. num_drafted_tokens: nodes verified; num_accepted_tokens: those that were kept.
+    num_rounds_without_draft: verifications of a single node. num_draft_failures: drafts thrown away because the
+    drafter raised or broke its contract. drafted_by_depth, accepted_by_depth: [depth] rounds in which a node of that
+    depth was drafted / kept. prefill_seconds: until the first token; decode_seconds: from there to the end.
+    """
+
+    acceptance: str = "coupled"
+    is_lossless: bool = True
+    drafter: str = "none"
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    num_prefill_passes: int = 0
+    num_verifications: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rounds_without_draft: int = 0
+    num_draft_failures: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        return self.num_drafted_tokens - self.num_accepted_tokens
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_new_tokens / max(1, self.num_verifications)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first one over the time they took."""
+        return (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def count_round(self, depths: Sequence[int], num_accepted: int) -> None:
+        """Count one verification. depths: of every node of the tree; num_accepted: drafts that were kept."""
+        self.num_verifications += 1
+        self.num_drafted_tokens += len(depths) - 1
+        self.num_accepted_tokens += num_accepted
+        self.num_rounds_without_draft += len(depths) == 1
+        for depth in range(len(self.drafted_by_depth), max(depths)):
+            self.drafted_by_depth.append(0)
+            self.accepted_by_depth.append(0)
+        for depth in range(max(depths)):
+            self.drafted_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < num_accepted
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of one request. Drafters read `tokens`, `params`, `seed` and `noise_stream`, and change nothing.
+
+    tokens: prompt and committed tokens. row: index in the target's cache, None when it has none.
+    finish_reason: "stop" (end-of-text token or stop string) or "length"; None while the text goes on.
+    stop_reason: the token id or string that stopped it. error: an exception that ended it.
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]
+    processors: list[LogitsProcessor]
+    detokenizer: Detokenizer | None
+    stats: Stats
+    row: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: BaseException | None = None
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    _text: Tensor | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.params.max_new_tokens - (len(self.tokens) - self.num_prompt_tokens)
+
+    @property
+    def noise_stream(self) -> int:
+        """The noise that drafts of this round may use: the target's own under coupled acceptance, else fresh noise.
+
+        A ratio test is only exact when each round's drafts are independent of everything that was decided before.
+        """
+        return COUPLED if self.stats.acceptance == "coupled" else DRAFT + 2 + self.stats.num_verifications
+
+    def commit(self, token: int) -> bool:
+        """Append one token; says whether the text goes on. The earliest end wins."""
+        now = time.perf_counter()
+        if self.first_token_at is None:
+            self.first_token_at = now
+            self.stats.prefill_seconds = now - self.started
+        self.stats.decode_seconds = now - self.first_token_at
+        self.tokens.append(token)
+        self.stats.num_new_tokens += 1
+        if self._text is not None:
+            self._text[0, len(self.tokens) - 1] = token
+        if token in self.end_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        if self.detokenizer is not None:
+            self.pieces.append(self.detokenizer.push(token))
+            if self.detokenizer.stopped is not None:
+                self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped
+        if self.finish_reason is None and self.num_remaining_tokens <= 0:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and self.detokenizer is not None:
+            self.pieces.append(self.detokenizer.finish())
+        return self.finish_reason is None
+
+    def text_ids(self, device: torch.device, drafts: Sequence[int] = ()) -> Tensor:
+        """[1, length] int64: the text so far, followed by drafts that are not committed, for logits processors."""
+        if self._text is None:
+            self._text = torch.zeros(1, self.num_prompt_tokens + self.params.max_new_tokens + 1, dtype=torch.int64)
+            self._text = self._text.to(device)
+            self._text[0, : len(self.tokens)] = torch.tensor(self.tokens)
+        length = len(self.tokens) + len(drafts)
+        if drafts:
+            self._text[0, len(self.tokens) : length] = torch.tensor(drafts)
+        return self._text[:, :length]
+
+    def take_pieces(self) -> str:
+        """The text that became final since the last call."""
+        text = "".join(self.pieces)
+        self.pieces.clear()
+        return text
+
+
+def to_dict(stats: Stats) -> dict[str, Any]:
+    """Plain data for JSON, derived figures included."""
+    fields = {name: getattr(stats, name) for name in Stats.__slots__}
+    derived = ("num_rejected_tokens", "tokens_per_pass", "decode_tokens_per_second")
+    return fields | {name: getattr(stats, name) for name in derived}
