@@ -1,1 +1,24 @@
 """outpace: Hugging Face causal language models, decoded faster, with exactly the text they would have written."""
+
+from .engine import Chunk, Engine, EngineOptions, Result
+from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
+from .load import load
+from .sampling import SamplingParams
+from .session import Stats, TokenLogprob
+
+__all__ = [
+    "Chunk",
+    "DraftError",
+    "Engine",
+    "EngineError",
+    "EngineOptions",
+    "InputError",
+    "LoadError",
+    "MissingExtraError",
+    "OutpaceError",
+    "Result",
+    "SamplingParams",
+    "Stats",
+    "TokenLogprob",
+    "load",
+]

@@ -76,7 +76,7 @@ class RaggedLayer(CacheLayerMixin):
     is_croppable = False  # rows are cropped by `RaggedCache.keep`, not by transformers
 
     def __init__(self, window: _Window) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -282,10 +282,15 @@ def build_cache(config: Any) -> Cache:
     """
     layers = _layers(config)
     if not layers:
-        raise LoadError("The model's configuration names no layers to cache, so its text cannot be decoded step by step.")
+        raise LoadError(
+            "The model's configuration names no layers to cache, so its text cannot be decoded step by step."
+        )
     mixed = [i for i, layer in enumerate(layers) if _has_state(layer) and isinstance(layer, DynamicLayer)]
     indexed = [i for i, layer in enumerate(layers) if hasattr(layer, "update_indexer")]
-    for found, what in ((mixed, "attention and recurrent state in one layer"), (indexed, "an index of its keys")):
+    for found, what in (
+        (mixed, "attention and recurrent state in one layer"),
+        (indexed, "an index of its keys"),
+    ):
         if found:
             raise LoadError(
                 f"Layers {_numbers(found)} keep {what}, which cannot be rewound to the accepted tokens. Continuing "

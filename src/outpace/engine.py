@@ -8,29 +8,21 @@ Committed tokens that the cache does not hold yet (a prompt, tokens after a rewo
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from . import noise, sampling, verify
+from .accept import ACCEPTANCES, Acceptance, accept
+from .cache import Cache
 from .drafters.base import Budget, Drafter
 from .errors import InputError
 from .probe import Capabilities
+from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
 from .sampling import SamplingParams
 from .session import Session, Stats, TokenLogprob
-from .target import Block, Output, Target
-from .text import Detokenizer
+from .target import Block, Target
 from .tree import TokenTree
-
-Acceptance = Literal["coupled", "rejection", "typical"]
-ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection", "typical")
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[int] | Messages
 
 _log = logging.getLogger("outpace")
 
@@ -94,7 +86,8 @@ class Engine:
     end_ids: tuple[int, ...]
     capabilities: Capabilities
     options: EngineOptions = field(default_factory=EngineOptions)
-    _cache: Any = None
+    requests: Requests = field(init=False)
+    _cache: Cache = field(init=False)
     _rows: list[Session] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
     _num_sessions: int = 0
@@ -102,20 +95,23 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._cache = self.target.new_cache()
+        self.requests = Requests(self.target, self.tokenizer, self.end_ids, self.options.acceptance, self.drafter.name)
 
     # ---------------------------------------------------------------- for users
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Any:
         """Decode to the end. prompt: text, token ids or chat messages, or a list of those.
 
         Returns a Result, or a list of them for a list of prompts. params: one for all prompts, or one per prompt.
         Chat messages go through the tokenizer's template; text is taken as it is.
         """
-        is_batch = _is_batch(prompt)
-        prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
-        settings = _per_prompt(params, len(prompts), is_batch)
+        is_batch = is_batch_of_prompts(prompt)
+        prompts: Sequence[Any] = prompt if is_batch else [prompt]
+        settings = per_prompt(params, len(prompts), is_batch)
         sessions = self._submit_all(prompts, settings, with_text=False)
         try:
             while any(not session.is_finished for session in sessions):
@@ -131,7 +127,7 @@ class Engine:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Decode one prompt, giving text as it becomes final; the last chunk carries the Result."""
-        if _is_batch(prompt):
+        if is_batch_of_prompts(prompt):
             raise InputError("stream takes one prompt, got a list of them. Call it once per prompt, or use generate.")
         (session,) = self._submit_all([prompt], [params or SamplingParams()], with_text=True)
         return self._stream(session)
@@ -163,7 +159,7 @@ class Engine:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], with_text: bool
     ) -> list[Session]:
         """All sessions, or an error before any of them has begun."""
-        sessions = [self._new_session(p, s, with_text) for p, s in zip(prompts, params, strict=True)]
+        sessions = [self.requests.session(p, s, with_text) for p, s in zip(prompts, params, strict=True)]
         with self._lock:
             for session in sessions:
                 self._num_sessions += 1
@@ -171,80 +167,6 @@ class Engine:
                 session.row = self._cache.add_row()
                 self._rows.append(session)
         return sessions
-
-    def _new_session(self, prompt: Prompt, params: SamplingParams, with_text: bool) -> Session:
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"params must be SamplingParams, got {params!r}.")
-        tokens = self.encode(prompt)
-        limit = self.target.max_positions
-        if limit is not None and len(tokens) + params.max_new_tokens > limit:
-            raise InputError(
-                f"The prompt has {len(tokens)} tokens and max_new_tokens is {params.max_new_tokens}, together more than "
-                f"the {limit} positions of this model. Set max_new_tokens to {max(0, limit - len(tokens))} or less, "
-                "or shorten the prompt."
-            )
-        bad = [token for token in (*params.logit_bias, *params.stop_token_ids) if token >= self.target.vocab_size]
-        if bad:
-            raise InputError(f"Token id {bad[0]} is not in the model's vocabulary of {self.target.vocab_size}.")
-        if self.tokenizer is None and params.stop:
-            raise InputError("stop strings need a tokenizer, and this engine has none. Pass tokenizer= to load().")
-        end_ids = () if params.ignore_eos else self.end_ids
-        processors = sampling.build_processors(params, len(tokens), end_ids, self.target.device)
-        if self.options.acceptance != "coupled" and not params.is_greedy:
-            for processor in processors:
-                if not sampling.is_prefix_pure(processor):
-                    raise InputError(
-                        f"acceptance={self.options.acceptance!r} asks logits processors about drafts that may be "
-                        f"refused, and {type(processor).__name__} is not known to be a pure function of the text. Use "
-                        "acceptance='coupled', or give the processor the attribute is_prefix_pure = True if it is one."
-                    )
-        needs_text = self.tokenizer is not None and (with_text or params.stop)
-        stats = Stats(
-            acceptance=self.options.acceptance,
-            is_lossless=self.options.acceptance != "typical" or params.is_greedy,
-            drafter=self.drafter.name,
-            num_prompt_tokens=len(tokens),
-        )
-        if not stats.is_lossless:
-            stats.note("typical acceptance is not lossless: the text does not follow the target's distribution")
-        return Session(
-            id=0,
-            tokens=tokens,
-            num_prompt_tokens=len(tokens),
-            params=params,
-            seed=params.seed if params.seed is not None else secrets.randbits(48),
-            end_ids=frozenset((*end_ids, *params.stop_token_ids)),
-            processors=processors,
-            detokenizer=Detokenizer(self.tokenizer, tuple(params.stop)) if needs_text else None,
-            stats=stats,
-        )
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's token ids; raises InputError for what is not a prompt."""
-        if not isinstance(prompt, str) and all(type(token) is int for token in prompt):
-            tokens = [int(token) for token in prompt]  # type: ignore[call-overload]
-        elif self.tokenizer is None:
-            raise InputError("A prompt in words needs a tokenizer, and this engine has none: pass tokenizer= or ids.")
-        elif isinstance(prompt, str):
-            tokens = list(self.tokenizer(prompt)["input_ids"])
-        elif all(isinstance(message, Mapping) and "role" in message for message in prompt):
-            if not self.tokenizer.chat_template:
-                raise InputError("Chat messages need a chat template, and this tokenizer has none. Pass plain text.")
-            tokens = list(
-                self.tokenizer.apply_chat_template(
-                    list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-                )["input_ids"]
-            )
-        else:
-            raise InputError(
-                f"A prompt is text, a list of token ids, or a list of chat messages, got {str(prompt)[:80]!r}."
-            )
-        if not tokens:
-            raise InputError("The prompt is empty: there is no token to go on from. Give at least one.")
-        bad = [token for token in tokens if not 0 <= token < self.target.vocab_size]
-        if bad:
-            raise InputError(f"The prompt holds token id {bad[0]}, outside the vocabulary of {self.target.vocab_size}.")
-        return tokens
 
     def cancel(self, session: Session) -> None:
         """Free the session's row, finished or not. Does nothing for one that has none."""
@@ -304,7 +226,10 @@ class Engine:
     def _step(self, active: Sequence[Session]) -> None:
         behind = [self._uncached(session) for session in active]
         ready = [s for s, uncached in zip(active, behind, strict=True) if len(uncached) <= self.options.prefill_chunk]
-        blocks, trees = [], {session.id: tree for session, tree in zip(ready, self._draft(ready), strict=True)}
+        blocks, trees = (
+            [],
+            {session.id: tree for session, tree in zip(ready, self._draft(ready), strict=True)},
+        )
         for session, uncached in zip(active, behind, strict=True):
             assert session.row is not None
             if session.id in trees:
@@ -317,21 +242,22 @@ class Engine:
         outputs = self.target.forward(self._cache, blocks)
         for session, block, output in zip(active, blocks, outputs, strict=True):
             if session.id not in trees:
-                self._cache.keep(session.row, range(len(block.tokens)))
+                self._cache.keep(block.row, range(len(block.tokens)))
                 session.stats.num_prefill_passes += 1
                 continue
             tree = trees[session.id]
             shift = len(block.tokens) - len(tree)
             try:
-                verdict = self._verify(session, tree, output)
+                verdict = accept(session, tree, output.logits, self.options.acceptance)
             except Exception as error:  # the row's own processors or callbacks
                 session.error = error
                 continue
             session.stats.count_round(tree.depths(), len(verdict.path) - 1)
-            self._cache.keep(session.row, [*range(shift), *(node + shift for node in verdict.path)])
+            self._cache.keep(block.row, [*range(shift), *(node + shift for node in verdict.path)])
 
     def _uncached(self, session: Session) -> list[int]:
         """Committed tokens before the last one whose keys and values the cache does not hold."""
+        assert session.row is not None, "the session has left the batch"
         return session.tokens[self._cache.lengths[session.row] : -1]
 
     # ---------------------------------------------------------------- drafting
@@ -359,7 +285,13 @@ class Engine:
             for session, draft in zip(asked, drafts, strict=False):
                 budget = budgets[session.id]
                 try:
-                    draft.check(session.tokens[-1], self.target.vocab_size, budget.nodes, budget.depth, budget.can_branch)
+                    draft.check(
+                        session.tokens[-1],
+                        self.target.vocab_size,
+                        budget.nodes,
+                        budget.depth,
+                        budget.can_branch,
+                    )
                     trees[session.id] = draft
                 except Exception as error:
                     self._draft_failed([session], error)
@@ -372,88 +304,3 @@ class Engine:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("Drafter %r failed and costs a round without draft. %s", self.drafter.name, text)
-
-    # ---------------------------------------------------------------- verifying
-
-    def _verify(self, session: Session, tree: TokenTree, output: Output) -> verify.Verdict:
-        """Apply the acceptance rule and commit what it emits."""
-        params = session.params
-        if self.options.acceptance == "coupled" or params.is_greedy:
-            return verify.coupled(tree, self._chooser(session, output.logits), session.commit)
-        probs = self._target_probs(session, tree, output.logits)
-        position = len(session.tokens)
-        flips = iter(range(1 << 30))
-
-        def draw(p: Tensor) -> int:
-            return noise.choose(p.log(), None, session.seed, position)
-
-        if self.options.acceptance == "rejection":
-            verdict = verify.rejection(
-                tree, probs, lambda a: noise.coin(session.seed, position, next(flips)) < a, draw
-            )
-        else:
-            verdict = verify.typical(tree, probs, draw)
-        for node, token in zip(verdict.path, verdict.tokens, strict=True):
-            self._report(session, output.logits[node], token)
-            if not session.commit(token):
-                break
-        return verdict
-
-    def _chooser(self, session: Session, logits: Tensor) -> Callable[[int], int]:
-        """node -> the token of plain decoding there; asked in order, once per committed token."""
-        params, processors = session.params, session.processors
-        if params.is_greedy and not processors and params.logprobs is None:
-            return logits.argmax(-1).tolist().__getitem__  # type: ignore[no-any-return]
-
-        def choose(node: int) -> int:
-            text = session.text_ids(logits.device) if processors else None
-            scores = sampling.process(logits[node], processors, text)
-            token = sampling.choose(scores, params, session.seed, len(session.tokens))
-            self._report(session, logits[node], token)
-            return token
-
-        return choose
-
-    def _target_probs(self, session: Session, tree: TokenTree, logits: Tensor) -> Callable[[int], Tensor]:
-        known: dict[int, Tensor] = {}
-
-        def probs(node: int) -> Tensor:
-            if node not in known:
-                text = None
-                if session.processors:
-                    drafts = [tree.tokens[step] for step in tree.path(node)[1:]]
-                    text = session.text_ids(logits.device, drafts)
-                scores = sampling.process(logits[node], session.processors, text)
-                known[node] = sampling.probabilities(scores, session.params)
-            return known[node]
-
-        return probs
-
-    def _report(self, session: Session, logits: Tensor, token: int) -> None:
-        """Add the token's log-probability to the session, when the request asked for it."""
-        count = session.params.logprobs
-        if count is None:
-            return
-        log_probs = logits.to(torch.float32).log_softmax(-1)
-        values, ids = log_probs.topk(min(count, log_probs.shape[0]))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        session.logprobs.append(TokenLogprob(token, float(log_probs[token]), top))
-
-
-def _is_batch(prompt: object) -> bool:
-    """Whether a prompt argument is a list of prompts: of texts, of id lists, or of chats."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        if not isinstance(prompt, str | Sequence):
-            raise InputError(f"prompt must be text, token ids, chat messages or a list of those, got {prompt!r}.")
-        return False
-    return len(prompt) > 0 and all(isinstance(item, str | list | tuple) for item in prompt)
-
-
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, is_batch: bool
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not is_batch or len(params) != count:
-        raise InputError(f"{len(params)} params were given for {count} prompt(s). Give one for all, or one per prompt.")
-    return params

@@ -44,13 +44,14 @@ def _mix_int(x: int) -> int:
 
 
 def _key(seed: int, position: int, stream: int) -> int:
-    """The signed 64-bit key of one noise vector."""
+    """The signed 64-bit key of one noise vector. Seeds count modulo 2^64."""
     key = _mix_int(_mix_int(seed + (_GOLDEN & _MASK) * (stream + 1)) + (_GOLDEN & _MASK) * (position + 1))
     return key - (1 << 64) if key >= 1 << 63 else key
 
 
 def _bits(seed: int, position: int, tokens: Tensor, stream: int) -> Tensor:
-    """52 random bits per token id. tokens: any shape, int64. Returns int64 in [0, 2^52)."""
+    """52 random bits per token id. tokens: any shape, integers. Returns int64 in [0, 2^52)."""
+    tokens = tokens.to(torch.int64)
     return _shift_right(_mix(_mix(tokens * _GOLDEN + _key(seed, position, stream)) + _GOLDEN), 12)
 
 
@@ -73,7 +74,7 @@ def _log(x: Tensor) -> Tensor:
 
 
 def uniform(seed: int, position: int, tokens: Tensor, stream: int = COUPLED) -> Tensor:
-    """Uniform numbers strictly between 0 and 1, float64 and exact, shaped like `tokens` (int64 ids)."""
+    """Uniform numbers strictly between 0 and 1, float64 and exact, shaped like `tokens` (integer ids)."""
     return (_bits(seed, position, tokens, stream).to(torch.float64) + 0.5) * 2.0**-52
 
 
@@ -85,7 +86,7 @@ def coin(seed: int, position: int, index: int) -> float:
 def gumbel(seed: int, position: int, tokens: Tensor, stream: int = COUPLED) -> Tensor:
     """Standard Gumbel numbers, float64, shaped like `tokens`; a pure function of its integer arguments.
 
-    tokens: any shape, int64  token ids; position: absolute index of the token in the sequence.
+    tokens: any shape, integers  token ids; position: absolute index of the token in the sequence.
     """
     u = uniform(seed, position, tokens, stream)
     # -log u loses all digits where u is near 1, the large noise that decides: use the distance to 1 there.
@@ -93,6 +94,15 @@ def gumbel(seed: int, position: int, tokens: Tensor, stream: int = COUPLED) -> T
     tail = near_one * (1 + near_one * (0.5 + near_one * (1 / 3 + near_one * (0.25 + near_one * 0.2))))
     exponential = torch.where(near_one < 1e-3, tail, -_log(u))
     return -_log(exponential)
+
+
+def perturbed(log_probs: Tensor, ids: Tensor | None, seed: int, position: int, stream: int = COUPLED) -> Tensor:
+    """[n] float64: log p + g, where the logarithm is the library's, so the last digits may differ between devices.
+
+    log_probs: [n] float, need not be normalised  ids: [n] int64 token ids, or None when index = id.
+    """
+    tokens = torch.arange(log_probs.shape[0], device=log_probs.device) if ids is None else ids
+    return log_probs - torch.log(-torch.log(uniform(seed, position, tokens, stream)))
 
 
 def choose(log_probs: Tensor, ids: Tensor | None, seed: int, position: int) -> int:
@@ -103,10 +113,10 @@ def choose(log_probs: Tensor, ids: Tensor | None, seed: int, position: int) -> i
     Scores are screened with the library's logarithm; whenever a second one comes near the best, the near ones
     are decided by `gumbel`, so the choice depends on log_probs and the integers alone.
     """
-    tokens = torch.arange(log_probs.shape[0], device=log_probs.device) if ids is None else ids
-    rough = log_probs - torch.log(-torch.log(uniform(seed, position, tokens)))
+    rough = perturbed(log_probs, ids, seed, position)
     near = torch.nonzero(rough >= rough.max() - _SCREEN_MARGIN).flatten()
     if near.shape[0] > 1:
-        exact = log_probs[near].to(torch.float64) + gumbel(seed, position, tokens[near])
+        tokens = near if ids is None else ids[near]
+        exact = log_probs[near].to(torch.float64) + gumbel(seed, position, tokens)
         near = near[exact.argmax()].unsqueeze(0)
-    return int(tokens[near[0]])
+    return int(near[0] if ids is None else ids[near[0]])

@@ -103,9 +103,7 @@ def _feed(target: Target, cache: Cache, row: int, tokens: Sequence[int]) -> Tens
     return output.logits
 
 
-def _block(
-    target: Target, contexts: Sequence[Sequence[int]], drafts: Sequence[int], parents: Sequence[int]
-) -> Tensor:
+def _block(target: Target, contexts: Sequence[Sequence[int]], drafts: Sequence[int], parents: Sequence[int]) -> Tensor:
     """[nodes, vocab] float64: the scores of all nodes over the first context, from one forward over every context."""
     cache = target.new_cache()
     blocks = []

@@ -7,7 +7,8 @@ min-p. Greedy is temperature 0: no noise and no truncation, the argmax of the pr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,29 +71,33 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _number("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or larger")
-        _number("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (1 = off)")
+        _number("temperature", self.temperature, lambda x: x >= 0, "0 (greedy) or larger")
+        _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1 (1 = off)")
         _integer("top_k", self.top_k, 0, "0 (off) or larger")
-        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        _number(
-            "repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 = off)"
-        )
+        _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "between 0 (off) and 1")
+        _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "above 0 (1 = off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), True, "a finite number (0 = off)")
+            _number(name, getattr(self, name), lambda x: True, "a finite number (0 = off)")
         _integer("max_new_tokens", self.max_new_tokens, 1, "1 or larger")
         _integer("min_new_tokens", self.min_new_tokens, 0, "0 or larger")
         if self.seed is not None:
             _integer("seed", self.seed, 0, "0 or larger, or None to have one drawn")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, "0 or larger, or None for no logprobs")
+        for name in ("stop", "stop_token_ids", "logits_processors"):
+            _list(name, getattr(self, name))
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise InputError(
-                    f"stop must hold non-empty strings, got {text!r}. Remove it or give its text."
-                )
+                raise InputError(f"stop must hold non-empty strings, got {text!r}. Remove it or give its text.")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids: token id", token, 0, "0 or larger")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias must map token ids to numbers, as in {{42: -5.0}}, got {self.logit_bias!r}.")
         for token, bias in self.logit_bias.items():
             _integer("logit_bias: token id", token, 0, "0 or larger")
-            _number(f"logit_bias[{token}]", bias, True, "a finite number")
+            _number(f"logit_bias[{token}]", bias, lambda x: True, "a finite number")
         for processor in self.logits_processors:
             if not callable(processor):
                 raise InputError(f"logits_processors must hold callables, got {processor!r}.")
@@ -102,19 +107,24 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _number(name: str, value: object, is_good: bool, wanted: str) -> None:
+def _number(name: str, value: object, is_good: Callable[[float], bool], wanted: str) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not is_good
+        or not abs(value) <= sys.float_info.max  # NaN, infinity and integers beyond any float
+        or not is_good(value)
     ):
-        raise InputError(f"{name} must be {wanted}, got {value!r}.")
+        raise InputError(f"{name} must be a number, {wanted}, got {value!r}.")
 
 
 def _integer(name: str, value: object, least: int, wanted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name} must be a whole number, {wanted}, got {value!r}.")
+
+
+def _list(name: str, value: object) -> None:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise InputError(f"{name} must be a list, got {value!r}.")
 
 
 class _OutputPenalty:
@@ -169,9 +179,7 @@ def build_processors(
         found.append(_OutputPenalty(prompt_length, params.presence_penalty, params.frequency_penalty))
     if params.min_new_tokens and eos_token_ids:
         ends = list(eos_token_ids)
-        found.append(
-            MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends, device=device)
-        )
+        found.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends, device=str(device)))
     return [*found, *params.logits_processors]
 
 
@@ -191,9 +199,7 @@ def _count_kept(scores: Tensor, log_total: float, params: SamplingParams) -> int
     """How many of the likeliest tokens survive. scores: [n] sorted, largest first; exp(log_total): all their mass."""
     kept = scores.shape[0]
     if 0 < params.top_k < kept:
-        kept = int(
-            (scores >= scores[params.top_k - 1]).sum()
-        )  # ties with the last one stay, as in transformers
+        kept = int((scores >= scores[params.top_k - 1]).sum())  # ties with the last one stay, as in transformers
         log_total = float(scores[:kept].logsumexp(0))
     if params.top_p < 1:
         mass_before = (scores[: kept - 1] - log_total).exp().cumsum(0)
@@ -218,22 +224,30 @@ def warp(scores: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]
     values, ids = scores.topk(guess)
     kept = _count_kept(values, log_total, params)
     settled = kept < guess and values[kept - 1] > values[kept]
+    if 0 < params.top_k < guess and values[params.top_k - 1] == values[-1] > -math.inf:
+        settled = False  # ties with the last of the top-k go on after the short list, and have mass too
     if not settled:
         values, ids = scores.sort(descending=True, stable=True)
         kept = _count_kept(values, log_total, params)
     return ids[:kept], values[:kept].log_softmax(0)
 
 
+def _check_scores(is_bad: Tensor, where: str = "") -> None:
+    if is_bad:
+        raise EngineError(
+            f"The target's scores{where} are not numbers or forbid every token, so no token can be chosen. "
+            "Its weights or a logits processor produced NaN or infinity; try dtype='float32'."
+        )
+
+
 def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> int:
     """The token of plain decoding at a position: argmax of log p + noise. scores: [vocab] processed logits."""
     if params.is_greedy:
-        return int(scores.argmax())
+        best = scores.argmax()
+        _check_scores(scores[best].isnan() | scores[best].isneginf(), f" at position {position}")
+        return int(best)
     ids, log_probs = warp(scores, params)
-    if bool(log_probs.isnan().any()):
-        raise EngineError(
-            f"The target's scores at position {position} are not numbers, so no token can be chosen. Its weights or a "
-            "logits processor produced NaN or infinity; try dtype='float32'."
-        )
+    _check_scores(log_probs.isnan().any(), f" at position {position}")
     return noise.choose(log_probs, ids, seed, position)
 
 
@@ -244,6 +258,7 @@ def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:
         probs[scores.argmax()] = 1.0
         return probs
     ids, log_probs = warp(scores, params)
+    _check_scores(log_probs.isnan().any())
     exact = log_probs.to(torch.float64).exp()
     exact /= exact.sum()
     return exact if ids is None else probs.index_copy(0, ids, exact)

@@ -82,7 +82,8 @@ class Target:
             raise LoadError("The model is in training mode: dropout would change its text. Call model.eval() first.")
         self.model = model
         self.config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        self.vocab_size = int(getattr(output, "out_features", None) or self.config.vocab_size)
         limit = getattr(self.config, "max_position_embeddings", None)
         self.max_positions: int | None = limit if isinstance(limit, int) and limit > 0 else None
         self._cache_keyword = keyword
@@ -99,7 +100,9 @@ class Target:
             return "its forward takes no position_ids, so siblings cannot share a position"
         implementation = str(getattr(self.config, "_attn_implementation", None))
         if not masks.can_mask_trees(implementation):
-            return f"attention implementation {implementation!r} takes no mask that can carry a tree (sdpa and eager do)"
+            return (
+                f"attention implementation {implementation!r} takes no mask that can carry a tree (sdpa and eager do)"
+            )
         return None
 
     def new_cache(self) -> Cache:
@@ -137,9 +140,7 @@ class Target:
         num_nodes = max(block.num_new for block in blocks)
         lengths = [cache.lengths[block.row] for block in blocks]
         starts = [length + block.first for length, block in zip(lengths, blocks, strict=True)]
-        tokens = [
-            block.tokens[block.first :] + (block.tokens[-1],) * (num_nodes - block.num_new) for block in blocks
-        ]
+        tokens = [block.tokens[block.first :] + (block.tokens[-1],) * (num_nodes - block.num_new) for block in blocks]
         depths = [tree.depths(block.parents) for block in blocks]
         positions = [
             [length + depth for depth in depth_of[block.first :]] + [start] * (num_nodes - block.num_new)

@@ -152,9 +152,7 @@ class TokenTree:
         A node that both trees have keeps this tree's source and proposal, and the larger of the two values.
         """
         if self.tokens[0] != other.tokens[0]:
-            raise DraftError(
-                f"Trees with different roots cannot be merged: {self.tokens[0]} and {other.tokens[0]}."
-            )
+            raise DraftError(f"Trees with different roots cannot be merged: {self.tokens[0]} and {other.tokens[0]}.")
         tokens, parents, source, q = list(self.tokens), list(self.parents), list(self.source), list(self.q)
         value = list(self.value)
         known = {(parents[node], tokens[node]): node for node in reversed(range(1, len(tokens)))}
@@ -177,9 +175,7 @@ class TokenTree:
         num_nodes = len(self.tokens)
         lengths = {len(self.parents), len(self.value), len(self.source), len(self.q), num_nodes}
         if len(lengths) != 1 or num_nodes == 0:
-            raise DraftError(
-                f"The fields of a draft must have one entry per node, got lengths {sorted(lengths)}."
-            )
+            raise DraftError(f"The fields of a draft must have one entry per node, got lengths {sorted(lengths)}.")
         if self.tokens[0] != root:
             raise DraftError(f"Node 0 must be the last committed token {root}, got {self.tokens[0]!r}.")
         if self.parents[0] != -1:
@@ -200,8 +196,8 @@ class TokenTree:
             # Written so that NaN fails too. A token that q excludes cannot have been drawn from it.
             if q is not None and not (abs(float(q.sum()) - 1) < 1e-3 and float(q[token]) > 0):
                 raise DraftError(
-                    f"Node {node} has a q that sums to {float(q.sum())} and gives {float(q[token])} to its token "
-                    f"{token}; q must be the distribution from which the token was drawn."
+                    f"Node {node} has a q that sums to {float(q.sum())} and gives {float(q[token])} to its "
+                    f"token {token}; q must be the distribution from which the token was drawn."
                 )
         if max(self.depths()) > max_depth:
             raise DraftError(f"The draft is {max(self.depths())} tokens deep, more than the {max_depth} asked for.")

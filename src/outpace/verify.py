@@ -87,7 +87,7 @@ def rejection(
             else:
                 residual = (residual - q.to(residual.dtype)).clamp_min(0.0)
             mass = float(residual.sum())
-            room = mass + 1.0 - weight
+            room = mass + (1.0 - weight)  # in this order the weight of the root stays exactly 1
             weight = mass / room if room > 0 else 1.0
             p = residual / mass if mass > 0 else p
         return (node, p) if coin(weight) else None

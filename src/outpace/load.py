@@ -1,0 +1,200 @@
+"""A model's name or object -> an Engine. Every compatibility check between target, draft and tokenizers is here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from . import models
+from .accept import Acceptance
+from .drafters.base import Drafter, NoDrafter
+from .drafters.model import ModelDrafter
+from .drafters.suffix import SuffixDrafter
+from .engine import Engine, EngineOptions
+from .errors import InputError, LoadError
+from .probe import probe
+from .target import Target
+
+DRAFTERS: dict[str, str] = {
+    "suffix": "copies what followed the longest earlier occurrence of the text's ending; needs no model",
+    "lookup": "classical prompt lookup: as suffix, but always drafts as much as allowed",
+    "model": "a smaller model with the same vocabulary, given by draft_model",
+    "none": "plain decoding",
+}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Tokenizers may differ in this share of their entries (renamed special tokens); beyond it a draft is noise.
+_MAX_DIFFERING_SHARE = 0.01
+
+_log = logging.getLogger("outpace")
+
+
+def load(
+    model: Any = None,
+    *,
+    tokenizer: Any = None,
+    drafter: str | Drafter | None = None,
+    draft_model: Any = None,
+    draft_tokenizer: Any = None,
+    k: int = 8,
+    width: int = 1,
+    acceptance: Acceptance = "coupled",
+    prefill_chunk: int = 512,
+    dtype: str = "auto",
+    device: str | None = None,
+    progress: models.Progress | None = None,
+) -> Engine:
+    """An Engine for a model.
+
+    model: a folder, a .gguf file, a hub id, a transformers model (used as it is), or None for the default model.
+    tokenizer: for a model object; without one the engine takes and gives token ids only.
+    drafter: one of DRAFTERS or an object with the Drafter protocol; by default "model" when draft_model is given, else
+    "suffix". draft_model: as `model`. k: most drafted tokens per round; width: branches of a draft model's tree.
+    acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
+    elsewhere. device: of models that are loaded here; by default a GPU where there is one.
+
+    Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
+    """
+    name = _drafter_name(drafter, draft_model)
+    options = EngineOptions(k=k, acceptance=acceptance, prefill_chunk=prefill_chunk)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise InputError(f"width must be a whole number, 1 (chains) or larger, got {width!r}.")
+    if width > 1 and name != "model":
+        raise InputError(f"width={width} asks for trees, and drafter {name!r} drafts chains. Leave width at 1.")
+    target_model, tokenizer = _load_model(model, tokenizer, dtype, device, progress)
+    target = Target(target_model)
+    capabilities = probe(target)
+    target.can_tree = capabilities.can_tree
+    if name == "model":
+        chosen: Drafter = _model_drafter(
+            target, tokenizer, draft_model, draft_tokenizer, width, dtype, device, progress
+        )
+    elif isinstance(drafter, str) or drafter is None:
+        plain: dict[str, Callable[[], Drafter]] = {
+            "suffix": SuffixDrafter,
+            "lookup": lambda: SuffixDrafter(growth=None, name="lookup"),
+            "none": NoDrafter,
+        }
+        chosen = plain[name]()
+    else:
+        chosen = drafter
+    return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options)
+
+
+def _drafter_name(drafter: str | Drafter | None, draft_model: Any) -> str:
+    if drafter is None:
+        return "suffix" if draft_model is None else "model"
+    if not isinstance(drafter, str):
+        missing = [name for name in ("name", "propose", "release") if not hasattr(drafter, name)]
+        if missing:
+            raise InputError(f"drafter must be a name or have name, propose and release; {drafter!r} lacks {missing}.")
+        if draft_model is not None:
+            raise InputError("draft_model was given beside a drafter object, which would not use it. Leave one out.")
+        return drafter.name
+    if drafter not in DRAFTERS:
+        raise InputError(f"drafter must be one of {', '.join(DRAFTERS)}, or an object, got {drafter!r}.")
+    if drafter == "model" and draft_model is None:
+        raise InputError("drafter='model' needs draft_model: the folder, .gguf file or hub id of a smaller model.")
+    if drafter != "model" and draft_model is not None:
+        raise InputError(f"draft_model was given, and drafter={drafter!r} would not use it. Leave one of them out.")
+    return drafter
+
+
+def _load_model(
+    model: Any, tokenizer: Any, dtype: str, device: str | None, progress: models.Progress | None
+) -> tuple[Any, Any]:
+    """(model, tokenizer) from a name; an object is returned as it is."""
+    if model is not None and not isinstance(model, str | Path):
+        if device is not None or dtype != "auto":
+            raise InputError("device and dtype are for models loaded by name; move or cast the model object yourself.")
+        return model, tokenizer
+    source = models.resolve(models.default_model() if model is None else model, progress=progress)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto" and place.type == "cpu":
+        dtype = "float32"
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LoadError(
+            f"The model {str(model or source)!r} could not be loaded: {first} Give a folder with a causal language "
+            "model, a .gguf file, or the id of a model that this machine can download."
+        ) from error
+    return loaded.to(place).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _model_drafter(
+    target: Target,
+    tokenizer: Any,
+    draft_model: Any,
+    draft_tokenizer: Any,
+    width: int,
+    dtype: str,
+    device: str | None,
+    progress: models.Progress | None,
+) -> ModelDrafter:
+    draft, draft_tokenizer = _load_model(draft_model, draft_tokenizer, dtype, device, progress)
+    draft_target = Target(draft)
+    draft_target.can_tree = probe(draft_target).can_tree
+    if draft is target.model or str(getattr(draft, "name_or_path", "")) == str(target.model.name_or_path) != "":
+        _log.warning("The draft model is the target itself: exact, and no faster. Give a smaller model to gain time.")
+    if width > 1 and not (target.can_tree and draft_target.can_tree):
+        raise InputError(f"width={width} asks for trees, and one of the models can only take chains. Leave width at 1.")
+    num_tokens = check_vocabulary(tokenizer, draft_tokenizer, target.vocab_size, draft_target.vocab_size)
+    return ModelDrafter(draft_target, target.vocab_size, num_tokens, width)
+
+
+def check_vocabulary(tokenizer: Any, draft_tokenizer: Any, vocab_size: int, draft_vocab_size: int) -> int:
+    """The number of leading token ids that target and draft share; raises LoadError when their tokens differ.
+
+    Without both tokenizers only the sizes can be compared, and must be equal. Rows beyond the tokenizer (padding of the
+    embedding) do not matter, and a few differing tokens only make drafts worse: they are named in a warning.
+    """
+    if tokenizer is None or draft_tokenizer is None:
+        if vocab_size != draft_vocab_size:
+            raise LoadError(
+                f"The target has {vocab_size} token ids and the draft {draft_vocab_size}, and without both tokenizers it "
+                "cannot be told whether they agree. Pass tokenizer= and draft_tokenizer=."
+            )
+        return vocab_size
+    ours = {index: token for token, index in tokenizer.get_vocab().items()}
+    theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
+    shared: int = min(max(ours), max(theirs)) + 1
+    differing = [i for i in range(shared) if ours.get(i) != theirs.get(i)]
+    added = abs(len(ours) - len(theirs))
+    if differing:
+        first = differing[0]
+        what = (
+            f"{len(differing)} of {shared} tokens differ between target ({len(ours)} tokens) and draft ({len(theirs)} "
+            f"tokens); the first is {first}: {ours.get(first)!r} in the target and {theirs.get(first)!r} in the draft"
+        )
+        if len(differing) > _MAX_DIFFERING_SHARE * shared:
+            raise LoadError(
+                f"The draft's tokenizer does not match: {what}. A draft in other token ids would only ever be refused. "
+                "Use a draft model of the same family, or drafter='suffix', which needs none."
+            )
+        _log.warning("%s. Drafts are a little worse for it; the output is the same.", what)
+    if added > shared:
+        raise LoadError(
+            f"The target has {len(ours)} tokens and the draft {len(theirs)}: they are not of one family. Use a draft "
+            "model of the same family, or drafter='suffix', which needs none."
+        )
+    return shared
+
+
+def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The end-of-text tokens: those of the generation config, else of the config, else the tokenizer's."""
+    sources = (getattr(model, "generation_config", None), model.config, tokenizer)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
