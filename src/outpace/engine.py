@@ -112,7 +112,8 @@ class Engine:
         is_batch = is_batch_of_prompts(prompt)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]
         settings = per_prompt(params, len(prompts), is_batch)
-        sessions = self._submit_all(prompts, settings, with_text=False)
+        sessions = [self.requests.session(p, s, with_text=False) for p, s in zip(prompts, settings, strict=True)]
+        self._join(sessions)
         try:
             while any(not session.is_finished for session in sessions):
                 self.step()
@@ -129,11 +130,11 @@ class Engine:
         """Decode one prompt, giving text as it becomes final; the last chunk carries the Result."""
         if is_batch_of_prompts(prompt):
             raise InputError("stream takes one prompt, got a list of them. Call it once per prompt, or use generate.")
-        (session,) = self._submit_all([prompt], [params or SamplingParams()], with_text=True)
-        return self._stream(session)
+        return self._stream(self.requests.session(prompt, params or SamplingParams(), with_text=True))
 
     def _stream(self, session: Session) -> Iterator[Chunk]:
         num_seen = session.num_prompt_tokens
+        self._join([session])
         try:
             while not session.is_finished:
                 self.step()
@@ -153,20 +154,17 @@ class Engine:
 
     def submit(self, prompt: Prompt, params: SamplingParams, with_text: bool = True) -> Session:
         """A new row, decoded by the following steps. with_text: whether to detokenise while decoding."""
-        return self._submit_all([prompt], [params], with_text)[0]
+        session = self.requests.session(prompt, params, with_text)
+        self._join([session])
+        return session
 
-    def _submit_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], with_text: bool
-    ) -> list[Session]:
-        """All sessions, or an error before any of them has begun."""
-        sessions = [self.requests.session(p, s, with_text) for p, s in zip(prompts, params, strict=True)]
+    def _join(self, sessions: Sequence[Session]) -> None:
         with self._lock:
             for session in sessions:
                 self._num_sessions += 1
                 session.id = self._num_sessions
                 session.row = self._cache.add_row()
                 self._rows.append(session)
-        return sessions
 
     def cancel(self, session: Session) -> None:
         """Free the session's row, finished or not. Does nothing for one that has none."""

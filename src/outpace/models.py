@@ -97,12 +97,16 @@ def progress_bar() -> Iterator[Progress]:
     import rich.console
     import rich.progress as columns
 
+    console = rich.console.Console(file=sys.stderr)  # this very stream: sys.stderr is replaced in a conversion
+    if not console.is_terminal:
+        yield _no_progress
+        return
     bar = columns.Progress(
         columns.SpinnerColumn(),
         columns.TextColumn("{task.description}"),
         columns.BarColumn(bar_width=20),
         columns.TimeElapsedColumn(),
-        console=rich.console.Console(file=sys.stderr),  # this very stream: sys.stderr is replaced during a conversion
+        console=console,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
@@ -225,7 +229,8 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
     import torch
     import transformers
 
-    # Newer versions of transformers can keep the file's blocks packed, and then neither save nor draft them.
+    # Newer versions of transformers may keep the file's blocks packed, and do not save a model that they count
+    # as quantized; this asks for dense weights.
     gguf_config = getattr(transformers, "GgufConfig", None)
     dense: dict[str, Any] = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
 

@@ -74,7 +74,7 @@ class Stats:
         self.num_drafted_tokens += len(depths) - 1
         self.num_accepted_tokens += num_accepted
         self.num_rounds_without_draft += len(depths) == 1
-        for depth in range(len(self.drafted_by_depth), max(depths)):
+        for _ in range(len(self.drafted_by_depth), max(depths)):
             self.drafted_by_depth.append(0)
             self.accepted_by_depth.append(0)
         for depth in range(max(depths)):

@@ -129,7 +129,7 @@ class Target:
         return [outputs[index] for index in range(len(blocks))]
 
     def _groups(self, cache: Cache, blocks: Sequence[Block]) -> list[list[int]]:
-        """Which blocks share a call. Long blocks (prompts) go alone: padding the others to their size would cost more."""
+        """Which blocks share a call. Long blocks (prompts) go alone: padding the others to them costs more."""
         if not (self.can_tree and cache.can_batch):
             return [[index] for index in range(len(blocks))]
         short = [index for index, block in enumerate(blocks) if block.num_new <= 64]

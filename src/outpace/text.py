@@ -1,14 +1,15 @@
 """From token ids to text that may be shown, one token at a time. Knows nothing about models.
 
 A token is not a piece of text: a character may span several tokens, the first token of a text may lose its
-space, and a stop string may begin in the middle of a token. `Detokenizer` decodes a short window of the
-latest tokens and gives out the part of the text that can no longer change.
+space, and a stop string may begin in the middle of a token. `Detokenizer` decodes the latest tokens together and
+gives out the part of the text that can no longer change.
 """
 
 from typing import Protocol
 
 from outpace.errors import InputError
 
+_REPLACEMENT = "\ufffd"  # what a byte that is not yet, or never will be, part of a character decodes to
 # An unfinished UTF-8 character has at most three bytes: so many replacement characters may still change.
 _MAX_UNFINISHED_CHARS = 3
 # A window that never ends on a whole character (tokens cut across characters, garbage) keeps its last tokens.
@@ -40,9 +41,9 @@ class Detokenizer:
         >>> detokenizer.text, detokenizer.stopped
         ('café E ', 'END')
 
-    One exception, for tokenizers that spell bytes as tokens of their own (`<0xE4>`): when whole characters
-    made of such tokens are followed by one that fits nothing, a full decode blots out the characters as well.
-    Here they have been shown, and stay.
+    One exception, for tokenizers that spell bytes as tokens of their own (`<0xE4>`): where some of a row of such
+    tokens are no character, a full decode blots out the whole row. Here its characters may have been shown by then,
+    and stay.
     """
 
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
@@ -51,8 +52,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # the latest tokens; decoding them gives `_settled` + `_unfinished`
-        self._num_context_tokens = 0  # the first ones in the window, there only as context for the others
+        self._anchor: list[int] = []  # tokens from the start, decoded before others: only a text's start is special
+        self._anchor_text = ""
+        self._window: list[int] = []  # tokens since the last whole character: `_settled` + `_unfinished` after it
         self._settled = ""  # the window's text that can no longer change
         self._unfinished = ""  # the replacement characters at its end, which the next token may change
         self._held = ""  # settled text that may still become a stop string
@@ -79,27 +81,45 @@ class Detokenizer:
     def _settle(self, token: int) -> str:
         """The text that can no longer change since this token, stop strings not yet considered."""
         self._window.append(token)
-        text = self._decode(self._window)
+        text = self._window_text()
         if text == self._settled + self._unfinished and self._is_skipped(token):
             self._window.pop()
             return ""
-        if not text.startswith(self._settled):  # the exception above: begin again after what was shown
-            del self._window[: self._num_context_tokens]
-            self._num_context_tokens, self._settled = 0, ""
-            text = self._decode(self._window)
-        settled = text[: max(len(self._settled), len(text) - _num_unfinished(text))]
+        if len(text) < len(self._settled + self._unfinished):
+            num_unfinished = 0  # byte tokens, a replacement character each, have just become a character
+        else:
+            num_unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNFINISHED_CHARS)
+        settled = text[: max(len(self._settled), len(text) - num_unfinished)]
         new, unfinished = settled[len(self._settled) :], text[len(settled) :]
-        if not unfinished or len(self._window) > _MAX_WINDOW_TOKENS:
-            # The older tokens have served. How the rest decodes on its own matters only for its length.
-            num_dropped = len(self._window) - _KEPT_WINDOW_TOKENS if unfinished else self._num_context_tokens
-            del self._window[:num_dropped]
-            self._num_context_tokens = len(self._window)
-            text = self._decode(self._window)
-            if not text.endswith(unfinished):  # the exception above: a shorter window blots out less
+        if not unfinished:
+            settled = self._start_window(settled)
+        elif len(self._window) > _MAX_WINDOW_TOKENS:
+            del self._window[:-_KEPT_WINDOW_TOKENS]
+            text = self._window_text()
+            if not text.endswith(unfinished):  # the exception above: fewer tokens, fewer characters blotted out
                 new, unfinished = new + unfinished, ""
             settled = text.removesuffix(unfinished)
         self._settled, self._unfinished = settled, unfinished
         return new
+
+    def _start_window(self, settled: str) -> str:
+        """What remains settled text of the window when it ends on a whole character: none, unless it is the anchor."""
+        if not self._anchor_text or _REPLACEMENT in self._anchor_text:
+            text = self._decode(self._window)
+            if text and not (self._anchor_text and _REPLACEMENT in text):
+                self._anchor, self._anchor_text = self._window, text
+        if not self._anchor_text:
+            return settled  # a lone space that was lost, and must go on being the first token
+        self._window = []
+        return ""
+
+    def _window_text(self) -> str:
+        """The text of the window's tokens where they stand."""
+        text = self._decode(self._anchor + self._window)
+        rest = text[len(self._anchor_text) :]
+        if text.startswith(self._anchor_text) and not (_REPLACEMENT in self._anchor_text and _REPLACEMENT in rest):
+            return rest
+        return self._decode(self._window)  # byte tokens on both sides: decoded together, one may spoil the other
 
     def _show(self, new: str, is_last: bool) -> str:
         """The part of held-back and new text that is before any stop string and cannot become part of one."""
@@ -124,7 +144,7 @@ class Detokenizer:
         return 0
 
     def _is_skipped(self, token: int) -> bool:
-        """Whether the token has no text anywhere (a special token, an id without a token), so is no context either.
+        """Whether the token has no text anywhere: a special token, or an id without a token.
 
         It is asked for twice because a lone space may lose its text at the start, and only there.
         """
@@ -148,8 +168,3 @@ def check_stop(stop: tuple[str, ...]) -> None:
                 f"stop contains {text!r}, which is not a non-empty string; an empty stop string would end "
                 f"every text before its first character. Remove it from {tuple(stop)!r}."
             )
-
-
-def _num_unfinished(text: str) -> int:
-    """How many replacement characters at the end of a decoded text may still become something else."""
-    return min(len(text) - len(text.rstrip("\ufffd")), _MAX_UNFINISHED_CHARS)

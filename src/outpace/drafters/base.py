@@ -1,4 +1,4 @@
-"""The contract of drafters, and the plain one. A drafter guesses; it knows nothing of acceptance and can break nothing."""
+"""The contract of drafters, and the plain one. A drafter guesses; it cannot change what is emitted."""
 
 from __future__ import annotations
 
