@@ -2,7 +2,7 @@
 
 from .engine import Chunk, Engine, EngineOptions, Result
 from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
-from .load import load
+from .loading import load
 from .sampling import SamplingParams
 from .session import Stats, TokenLogprob
 

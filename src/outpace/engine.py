@@ -15,7 +15,7 @@ from typing import Any
 
 from .accept import ACCEPTANCES, Acceptance, accept
 from .cache import Cache
-from .drafters.base import Budget, Drafter
+from .drafters.base import Budget, Drafter, NoDrafter
 from .errors import InputError
 from .probe import Capabilities
 from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
@@ -149,6 +149,10 @@ class Engine:
                     yield Chunk(text, tokens, self.result(session))
         finally:
             self.cancel(session)
+
+    def without_drafts(self) -> Engine:
+        """An engine of the same model that decodes plainly: the baseline of comparisons."""
+        return Engine(self.target, NoDrafter(), self.tokenizer, self.end_ids, self.capabilities, self.options)
 
     # ---------------------------------------------------------------- rows
 

@@ -91,6 +91,11 @@ def convert_gguf(path: str | Path, cache_dir: str | Path | None = None, progress
     return folder
 
 
+def converted_models() -> list[Path]:
+    """The folders of all GGUF files converted so far."""
+    return sorted(folder for folder in (_cache_root() / "gguf").glob("*") if _is_complete(folder))
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A progress callback that draws a bar on stderr: nothing before its first call or without a terminal."""

@@ -37,9 +37,9 @@ class Requests:
         limit = self.target.max_positions
         if limit is not None and len(tokens) + params.max_new_tokens > limit:
             raise InputError(
-                f"The prompt has {len(tokens)} tokens and max_new_tokens is {params.max_new_tokens}, together more than "
-                f"the {limit} positions of this model. Set max_new_tokens to {max(0, limit - len(tokens))} or less, "
-                "or shorten the prompt."
+                f"The prompt has {len(tokens)} tokens and max_new_tokens is {params.max_new_tokens}, together more "
+                f"than the {limit} positions of this model. Set max_new_tokens to {max(0, limit - len(tokens))} or "
+                "less, or shorten the prompt."
             )
         bad = [token for token in (*params.logit_bias, *params.stop_token_ids) if token >= self.target.vocab_size]
         if bad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,13 +20,14 @@ from .errors import InputError, LoadError
 from .probe import probe
 from .target import Target
 
-DRAFTERS: dict[str, str] = {
+DrafterName = Literal["suffix", "lookup", "model", "none"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DRAFTERS: dict[DrafterName, str] = {
     "suffix": "copies what followed the longest earlier occurrence of the text's ending; needs no model",
     "lookup": "classical prompt lookup: as suffix, but always drafts as much as allowed",
     "model": "a smaller model with the same vocabulary, given by draft_model",
     "none": "plain decoding",
 }
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Tokenizers may differ in this share of their entries (renamed special tokens); beyond it a draft is noise.
 _MAX_DIFFERING_SHARE = 0.01
 
@@ -61,13 +62,13 @@ def load(
     """
     name = _drafter_name(drafter, draft_model)
     options = EngineOptions(k=k, acceptance=acceptance, prefill_chunk=prefill_chunk)
-    if dtype not in DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if dtype not in get_args(DtypeName):
+        raise InputError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}.")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise InputError(f"width must be a whole number, 1 (chains) or larger, got {width!r}.")
     if width > 1 and name != "model":
         raise InputError(f"width={width} asks for trees, and drafter {name!r} drafts chains. Leave width at 1.")
-    target_model, tokenizer = _load_model(model, tokenizer, dtype, device, progress)
+    target_model, tokenizer = load_model(model, tokenizer, dtype, device, progress)
     target = Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
@@ -106,7 +107,7 @@ def _drafter_name(drafter: str | Drafter | None, draft_model: Any) -> str:
     return drafter
 
 
-def _load_model(
+def load_model(
     model: Any, tokenizer: Any, dtype: str, device: str | None, progress: models.Progress | None
 ) -> tuple[Any, Any]:
     """(model, tokenizer) from a name; an object is returned as it is."""
@@ -141,7 +142,7 @@ def _model_drafter(
     device: str | None,
     progress: models.Progress | None,
 ) -> ModelDrafter:
-    draft, draft_tokenizer = _load_model(draft_model, draft_tokenizer, dtype, device, progress)
+    draft, draft_tokenizer = load_model(draft_model, draft_tokenizer, dtype, device, progress)
     draft_target = Target(draft)
     draft_target.can_tree = probe(draft_target).can_tree
     if draft is target.model or str(getattr(draft, "name_or_path", "")) == str(target.model.name_or_path) != "":
@@ -161,8 +162,8 @@ def check_vocabulary(tokenizer: Any, draft_tokenizer: Any, vocab_size: int, draf
     if tokenizer is None or draft_tokenizer is None:
         if vocab_size != draft_vocab_size:
             raise LoadError(
-                f"The target has {vocab_size} token ids and the draft {draft_vocab_size}, and without both tokenizers it "
-                "cannot be told whether they agree. Pass tokenizer= and draft_tokenizer=."
+                f"The target has {vocab_size} token ids and the draft {draft_vocab_size}, and without both tokenizers "
+                "it cannot be told whether they agree. Pass tokenizer= and draft_tokenizer=."
             )
         return vocab_size
     ours = {index: token for token, index in tokenizer.get_vocab().items()}

@@ -1,0 +1,140 @@
+"""outpace verify: the promise, checked on the user's own model and machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import audit
+from ..engine import Engine
+from ..prompts import BUILT_IN, NamedPrompt, read_prompts
+from ..request import Prompt
+from ..sampling import SamplingParams
+from .options import (
+    Device,
+    DrafterOption,
+    DraftModel,
+    Dtype,
+    Json,
+    K,
+    Width,
+    load_engine,
+    talk,
+)
+
+
+def verify(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, .gguf file or hub id. Default: the embedded SmolLM2-135M-Instruct.")
+    ] = None,
+    draft_model: DraftModel = None,
+    drafter: DrafterOption = None,
+    k: K = 8,
+    width: Width = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of the file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampled runs.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Of the sampled runs.")] = 0.95,
+    seeds: Annotated[int, typer.Option(min=0, help="Sampled runs per prompt, beside the greedy one.")] = 2,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Decode with and without drafts, greedy and sampled, and judge the first difference: a tie or a bug.
+
+    A tie is a difference between two choices whose scores are nearer to each other than the rounding error of a block
+    of tokens on this model, precision and device, which is measured first. Exit status 1 if there is a bug.
+    """
+    chosen = list(BUILT_IN) if prompts is None else read_prompts(prompts)
+    chosen = chosen[:limit]
+    base = SamplingParams(max_new_tokens=max_new_tokens)
+    sampled = replace(base, temperature=temperature, top_p=top_p)
+    settings = [("greedy", base), *((f"seed {seed}", replace(sampled, seed=seed)) for seed in range(seeds))]
+    engine = load_engine(model, draft_model, drafter, k, width, "coupled", dtype, device)
+    rounding = _measure(engine, chosen[0])
+    kept: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=talk, transient=True) as bar:
+        task = bar.add_task("verifying", total=len(chosen) * len(settings))
+        for prompt in chosen:
+            for name, params in settings:
+                comparison = audit.compare(engine, _as_prompt(engine, prompt), params, rounding)
+                kept.append(_row(prompt.name, name, comparison))
+                bar.advance(task)
+    num_bugs = sum(row["verdict"] == "bug" for row in kept)
+    if as_json:
+        print(json.dumps({"rounding": rounding, "rows": kept, "num_bugs": num_bugs}, indent=2))
+    else:
+        _print(engine, rounding, kept)
+    if num_bugs:
+        raise typer.Exit(1)
+
+
+def _as_prompt(engine: Engine, prompt: NamedPrompt) -> Prompt:
+    """Chats for models without a template become their last message's text."""
+    if isinstance(prompt.prompt, str) or engine.tokenizer.chat_template:
+        return prompt.prompt
+    return prompt.prompt[-1]["content"]
+
+
+def _measure(engine: Engine, prompt: NamedPrompt) -> float:
+    """The block rounding error on text that this model writes itself."""
+    plain = engine.without_drafts().generate(_as_prompt(engine, prompt), SamplingParams(max_new_tokens=33))
+    return audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens)
+
+
+def _row(prompt: str, setting: str, comparison: audit.Comparison) -> dict[str, Any]:
+    difference, stats = comparison.difference, comparison.speculative.stats
+    row: dict[str, Any] = {
+        "prompt": prompt,
+        "setting": setting,
+        "tokens": stats.num_new_tokens,
+        "drafted": stats.num_drafted_tokens,
+        "accepted": stats.num_accepted_tokens,
+        "verdict": "identical",
+    }
+    if difference is not None:
+        row |= {
+            "verdict": "tie" if difference.is_tie else "bug",
+            "index": difference.index,
+            "plain": difference.plain,
+            "speculative": difference.speculative,
+            "gap": difference.gap,
+            "threshold": difference.threshold,
+        }
+    return row
+
+
+def _print(engine: Engine, rounding: float, rows: list[dict[str, Any]]) -> None:
+    target = engine.target
+    print(f"{target.dtype}, {target.device.type}, drafter {engine.drafter.name}, k {engine.options.k}")
+    print(f"block rounding error of this model, dtype and device: {rounding:.2g} (largest difference of a logit)")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("prompt", "setting", "tokens", "drafted", "accepted", "verdict"):
+        table.add_column(column, justify="right" if column in ("tokens", "drafted", "accepted") else "left")
+    colours = {"identical": "green", "tie": "yellow", "bug": "bold red"}
+    for row in rows:
+        verdict = row["verdict"]
+        detail = ""
+        if "index" in row:
+            (a, score_a), (b, score_b) = row["plain"], row["speculative"]
+            detail = (
+                f": token {row['index']}: plain {a} scores {score_a:.4f}, speculative {b} scores {score_b:.4f}; "
+                f"gap {row['gap']:.2g}, rounding {row['threshold']:.2g}"
+            )
+        cells = [str(row[name]) for name in ("prompt", "setting", "tokens", "drafted", "accepted")]
+        table.add_row(*cells, f"[{colours[verdict]}]{verdict}[/]{detail}")
+    Console(highlight=False).print(table)
+    counts = {name: sum(row["verdict"] == name for row in rows) for name in ("identical", "tie", "bug")}
+    print(f"{counts['identical']} identical, {counts['tie']} ties, {counts['bug']} bugs")
