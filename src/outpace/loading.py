@@ -66,13 +66,13 @@ def load(
         raise InputError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}.")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise InputError(f"width must be a whole number, 1 (chains) or larger, got {width!r}.")
-    if width > 1 and name != "model":
+    if width > 1 and draft_model is None:
         raise InputError(f"width={width} asks for trees, and drafter {name!r} drafts chains. Leave width at 1.")
     target_model, tokenizer = load_model(model, tokenizer, dtype, device, progress)
     target = Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
-    if name == "model":
+    if draft_model is not None:
         chosen: Drafter = _model_drafter(
             target, tokenizer, draft_model, draft_tokenizer, width, dtype, device, progress
         )

@@ -1,0 +1,111 @@
+"""What transformers' own `generate` emits, and whether comparing with it proves anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+import outpace
+from outpace.testing import drafters
+from outpace.testing.models import MIN_DISTINCT, PROMPTS, noisy_copy, scores, tiny_model
+
+ONE, REPEATED, MIXED = PROMPTS
+MIN_MARGIN = 1e-4
+STATE_FAMILIES = ("lfm2", "mamba2", "qwen3_next")  # chains only, snapshots
+TREE_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "qwen3_moe"),
+    *("gpt-oss", "smollm3"),
+)
+FAMILIES = (*TREE_FAMILIES, "bloom", *STATE_FAMILIES)
+
+Tokens = tuple[int, ...]
+
+model = cache(tiny_model)
+
+
+@cache
+def noisy(family: str) -> Any:
+    """A draft model that is right about half of the time."""
+    return noisy_copy(model(family))
+
+
+@cache
+def itself(family: str) -> Any:
+    """A draft model that is always right: another object with the same weights."""
+    return copy.deepcopy(model(family))
+
+
+@cache
+def other(family: str) -> Any:
+    """A draft model that is hardly ever right: other weights."""
+    return tiny_model(family, seed=99)
+
+
+def plain(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
+    """The new tokens of transformers' `generate`, greedy unless the options say otherwise."""
+    ids = torch.tensor([list(prompt)])
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0} | options
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+def guard(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """A reference is worth comparing with when it is varied, and the model's choice clear at every position."""
+    assert len(set(tokens)) >= MIN_DISTINCT, "the guard: too few different tokens for a comparison to mean anything"
+    best = scores(model, [*prompt, *tokens])[len(prompt) - 1 : -1].topk(2).values
+    assert float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN, "the guard: a near-tie, which rounding may decide"
+
+
+@cache
+def greedy(family: str, prompt: Tokens, count: int) -> list[int]:
+    """The family's guarded reference text."""
+    tokens = plain(model(family), prompt, count)
+    assert len(tokens) == count
+    guard(model(family), prompt, tokens)
+    return tokens
+
+
+def full_texts(family: str, prompts: Sequence[Tokens], count: int) -> list[Tokens]:
+    """Prompts with their reference texts, for drafters that know what comes."""
+    return [(*prompt, *greedy(family, prompt, count)) for prompt in prompts]
+
+
+# How an engine can be made to draft: (family, texts that will come) -> arguments of `load`.
+METHODS: dict[str, Callable[[str, Sequence[Tokens]], dict[str, Any]]] = {
+    "none": lambda family, texts: {"drafter": "none"},
+    "suffix": lambda family, texts: {"drafter": "suffix"},
+    "lookup": lambda family, texts: {"drafter": "lookup"},
+    "itself": lambda family, texts: {"draft_model": itself(family)},
+    "noisy": lambda family, texts: {"draft_model": noisy(family)},
+    "noisy trees": lambda family, texts: {"draft_model": noisy(family), "width": 3},
+    "other": lambda family, texts: {"draft_model": other(family)},
+    "other trees": lambda family, texts: {"draft_model": other(family), "width": 2},
+    "oracle": lambda family, texts: {"drafter": drafters.oracle(texts)},
+    "random trees": lambda family, texts: {"drafter": drafters.random_trees(512, texts)},
+    "duplicates": lambda family, texts: {"drafter": drafters.duplicate_siblings(texts)},
+    "wrong": lambda family, texts: {"drafter": drafters.always_wrong(texts, 512)},
+    "empty": lambda family, texts: {"drafter": drafters.empty()},
+}
+DRAFTING = tuple(name for name in METHODS if name not in ("none", "empty"))
+
+
+def engine(family: str, method: str, texts: Sequence[Tokens] = (), **options: Any) -> outpace.Engine:
+    """The family's model with one of METHODS."""
+    return outpace.load(model(family), **METHODS[method](family, texts), **options)
+
+
+def params(count: int, **options: Any) -> outpace.SamplingParams:
+    return outpace.SamplingParams(max_new_tokens=count, **options)
+
+
+def assert_drafts_were_mixed(*all_stats: outpace.Stats) -> None:
+    """The guard of tests whose drafts are to be right and wrong."""
+    accepted = sum(stats.num_accepted_tokens for stats in all_stats)
+    rejected = sum(stats.num_rejected_tokens for stats in all_stats)
+    assert accepted >= 5 and rejected >= 5, f"the guard: {accepted} drafts accepted and {rejected} rejected"
+    assert all(stats.num_draft_failures == 0 for stats in all_stats)
