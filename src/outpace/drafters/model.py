@@ -106,10 +106,11 @@ class ModelDrafter:
         gone = self._drafts.pop(session.id, None)
         if gone is not None:
             last = len(self._cache.lengths) - 1
+            moved = next((draft for draft in self._drafts.values() if draft.row == last), None)
+            if moved is not None:  # committed columns move along, an open block does not
+                self._cache.keep(moved.row, [])
+                moved.row, moved.nodes, moved.fed = gone.row, [], []
             self._cache.drop_row(gone.row)
-            for draft in self._drafts.values():
-                if draft.row == last:
-                    draft.row = gone.row
 
     def _clip(self, session: Session, budget: Budget) -> Budget:
         """The budget without what would exceed the draft model's own positions."""

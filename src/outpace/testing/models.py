@@ -100,11 +100,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def tiny_model(family: str, seed: int | None = None, vocab: int = 512, **config: Any) -> Any:
+def tiny_model(
+    family: str, seed: int | None = None, vocab: int = 512, sharpness: float | None = None, **config: Any
+) -> Any:
     """A random model in eval mode, the same one for the same arguments; torch's own generator is left alone.
 
-    family: one of FAMILIES. seed: None takes the one whose text was found varied enough. config: fields that replace
-    the family's own, and `attn_implementation`.
+    family: one of FAMILIES. seed: None takes the one whose text was found varied enough. sharpness: the standard
+    deviation of its scores, about; None takes the family's. config: fields that replace the family's own, and
+    `attn_implementation`.
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}.")
@@ -118,11 +121,11 @@ def tiny_model(family: str, seed: int | None = None, vocab: int = 512, **config:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(kind.model_type, **options), attn_implementation=attention
         )
-    _fill(model, kind.seed if seed is None else seed, kind)
+    _fill(model, kind.seed if seed is None else seed, kind.scale, kind.sharpness if sharpness is None else sharpness)
     return model.float().eval()
 
 
-def _fill(model: nn.Module, seed: int, kind: Family) -> None:
+def _fill(model: nn.Module, seed: int, scale: float, sharpness: float) -> None:
     """Draws every weight matrix anew, so that they do not depend on transformers' own initialisation."""
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings().weight  # type: ignore[operator]
@@ -131,8 +134,8 @@ def _fill(model: nn.Module, seed: int, kind: Family) -> None:
             if name.endswith("A_log"):  # the decay of a state space, which is a matrix in some models
                 continue
             if weight.dim() >= 2:
-                scale = kind.sharpness if weight is head else kind.scale
-                weight.copy_(torch.randn(weight.shape, generator=generator) * (scale / math.sqrt(_fan_in(weight))))
+                size = (sharpness if weight is head else scale) / math.sqrt(_fan_in(weight))
+                weight.copy_(torch.randn(weight.shape, generator=generator) * size)
             elif name.endswith((".bias", ".sinks")):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
 
@@ -150,35 +153,40 @@ def scores(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
+def with_noise(model: Any, size: float, seed: int = 0) -> Any:
+    """A copy of the model with Gaussian noise on its weights. size: in standard deviations of each matrix."""
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            if weight.dim() >= 2:
+                noise = torch.randn(weight.shape, generator=generator).to(weight)
+                weight += noise * (size * weight.std())
+    return noisy
+
+
 def noisy_copy(model: Any, accept: tuple[float, float] = (0.3, 0.7), seed: int = 0) -> Any:
-    """The model with Gaussian noise on its weights: the share of its greedy drafts that are right is within `accept`.
+    """The model with noise on its weights: the share of its greedy drafts that are right is within `accept`.
 
     The share is measured along the model's own greedy text after each of PROMPTS, and the size of the noise is found
     by bisection.
     """
     texts = [_greedy(model, prompt, NUM_CHECKED) for prompt in PROMPTS]
-    wanted = [scores(model, text).argmax(-1)[-NUM_CHECKED:] for text in texts]
-    noisy = copy.deepcopy(model)
-    low, high = 0.0, 2.0
+    wanted = torch.cat([_choices(model, text) for text in texts])
+    share, low, high = 0.0, 0.0, 2.0
     for _ in range(24):
         size = (low + high) / 2
-        _add_noise(model, noisy, size, seed)
-        found = [scores(noisy, text).argmax(-1)[-NUM_CHECKED:] for text in texts]
-        share = float(torch.stack([(a == b).float().mean() for a, b in zip(found, wanted, strict=True)]).mean())
+        noisy = with_noise(model, size, seed)
+        share = float((torch.cat([_choices(noisy, text) for text in texts]) == wanted).float().mean())
         if accept[0] < share < accept[1]:
             return noisy
         low, high = (size, high) if share >= accept[1] else (low, size)
-    raise ValueError(f"no noise gives a share of right drafts within {accept}; the last share was {share:.2f}.")
+    raise ValueError(f"No noise gives a share of right drafts within {accept}; the last share was {share:.2f}.")
 
 
-def _add_noise(model: nn.Module, noisy: nn.Module, size: float, seed: int) -> None:
-    """Sets the weights of `noisy` to those of the model plus `size` times each matrix's own standard deviation."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for (_, weight), (_, copied) in zip(model.named_parameters(), noisy.named_parameters(), strict=True):
-            if weight.dim() >= 2:
-                noise = torch.randn(weight.shape, generator=generator).to(weight)
-                copied.copy_(weight + noise * (size * weight.std()))
+def _choices(model: Any, text: Sequence[int]) -> Tensor:
+    """[NUM_CHECKED] int64: the model's greedy choices along the end of a text."""
+    return scores(model, text).argmax(-1)[-NUM_CHECKED:]
 
 
 def _greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:

@@ -1,0 +1,226 @@
+"""Identity and speed of one model, against transformers' generate and against our own plain decoding.
+
+    python benchmarks/measure.py PROMPTS.jsonl [--model M] [--draft-model D | --draft-layers N] [--per-category 2]
+        [--categories a,b] [--tokens 128] [--k 1,4,16] [--seeds 5] [--batch 8] [--parts greedy,sampled,batch]
+        [--json OUT]
+
+greedy:  every prompt with transformers' generate, without drafts, and with every drafter and k; identity and speed
+sampled: T 0.8, top-p 0.95, several seeds: with drafts against without
+batch:   rows of a mixed batch against their solo runs
+
+Methods take turns on each prompt; times are decode seconds (after the first token), ratios of totals per category.
+`--draft-layers N` drafts with the target's own first N layers as a model of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+
+import outpace
+from outpace import SamplingParams, audit
+from outpace.cli.options import quiet_transformers
+from outpace.models import progress_bar
+from outpace.prompts import NamedPrompt, read_prompts
+
+# Spec-Bench's six tasks: the categories of MT-bench are one of them.
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """A model of its own with the first `count` decoder layers, the norm and the head of a Llama-like model."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    small = type(model)(config).eval()
+    wanted = small.state_dict()
+    small.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in wanted})
+    return small
+
+
+def hf_greedy(engine: outpace.Engine, ids: Sequence[int], tokens: int) -> tuple[list[int], float]:
+    """(new tokens, seconds) of transformers' own greedy generate."""
+    inputs = torch.tensor([list(ids)], device=engine.target.device)
+    begin = time.perf_counter()
+    output = engine.target.model.generate(  # type: ignore[operator]
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False
+    )
+    return output[0, len(ids) :].tolist(), time.perf_counter() - begin
+
+
+def engines(args: argparse.Namespace) -> tuple[dict[str, outpace.Engine], outpace.Engine]:
+    """Every engine to measure, by name, and the plain one; all share one target."""
+    with progress_bar() as progress:
+        first = outpace.load(args.model, dtype=args.dtype, progress=progress)
+        model, tokenizer = first.target.model, first.tokenizer
+        found = {f"suffix k={k}": outpace.load(model, tokenizer=tokenizer, drafter="suffix", k=k) for k in args.k}
+        draft: Any = first_layers(model, args.draft_layers) if args.draft_layers else None
+        draft_tokenizer = tokenizer
+        if args.draft_model:
+            loaded = outpace.load(args.draft_model, dtype=args.dtype, progress=progress)
+            draft, draft_tokenizer = loaded.target.model, loaded.tokenizer
+        if draft is not None:
+            for k in args.k:
+                found[f"model k={k}"] = outpace.load(
+                    model, tokenizer=tokenizer, draft_model=draft, draft_tokenizer=draft_tokenizer, k=k
+                )
+    return found, first.without_drafts()
+
+
+def greedy(found: dict[str, outpace.Engine], plain: outpace.Engine, chosen: Iterable[NamedPrompt], tokens: int) -> Any:
+    """Per method: identity with transformers, tokens per pass and time ratio by category."""
+    rows: list[dict[str, Any]] = []
+    params = SamplingParams(max_new_tokens=tokens)
+    for prompt in chosen:
+        ids = plain.encode(prompt.prompt)
+        reference, seconds = hf_greedy(plain, ids, tokens)
+        base = plain.generate(ids, params)
+        rounding = 0.0
+        for name, engine in {"none": plain, **found}.items():
+            result = base if engine is plain else engine.generate(ids, params)
+            verdict = "identical"
+            if result.tokens != reference:
+                rounding = rounding or audit.measure_rounding(engine.target, base.prompt_tokens + base.tokens)
+                difference = audit.find_difference(engine, _with_tokens(base, reference), result, params, rounding)
+                verdict = "tie" if difference is not None and difference.is_tie else "BUG"
+            rows.append(
+                {
+                    "category": prompt.category,
+                    "prompt": prompt.name,
+                    "method": name,
+                    "verdict": verdict,
+                    "tokens": len(result.tokens),
+                    "passes": result.stats.num_verifications,
+                    "drafted": result.stats.num_drafted_tokens,
+                    "accepted": result.stats.num_accepted_tokens,
+                    "decode_seconds": result.stats.decode_seconds,
+                    "plain_decode_seconds": base.stats.decode_seconds,
+                    "hf_seconds": seconds,
+                    "seconds": result.stats.decode_seconds + result.stats.prefill_seconds,
+                }
+            )
+            print(f"{prompt.category:14s} {prompt.name:>5s} {name:14s} {verdict}", file=sys.stderr)
+    _table(rows)
+    return rows
+
+
+def _with_tokens(result: outpace.Result, tokens: list[int]) -> outpace.Result:
+    changed = copy.copy(result)
+    object.__setattr__(changed, "tokens", tokens)
+    return changed
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["category"], row["method"]].append(row)
+        groups["all", row["method"]].append(row)
+    print(
+        "| category | method | identical | tokens per pass | accepted / drafted | decode time ratio vs plain | vs transformers |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for (category, method), group in sorted(groups.items(), key=lambda item: (item[0][0] == "all", item[0])):
+        total = {name: sum(row[name] for row in group) for name in group[0] if isinstance(group[0][name], int | float)}
+        same = sum(row["verdict"] == "identical" for row in group)
+        ties = sum(row["verdict"] == "tie" for row in group)
+        print(
+            f"| {category} | {method} | {same}/{len(group)}{f' ({ties} ties)' if ties else ''} "
+            f"| {total['tokens'] / total['passes']:.2f} | {total['accepted']}/{total['drafted']} "
+            f"| {total['plain_decode_seconds'] / total['decode_seconds']:.2f} "
+            f"| {total['hf_seconds'] / total['seconds']:.2f} |"
+        )
+
+
+def sampled(found: dict[str, outpace.Engine], plain: outpace.Engine, chosen: Iterable[NamedPrompt], args: Any) -> Any:
+    """With drafts against without, same seeds."""
+    rows = []
+    for prompt in chosen:
+        ids = plain.encode(prompt.prompt)
+        for seed in range(args.seeds):
+            params = SamplingParams(max_new_tokens=args.tokens, temperature=0.8, top_p=0.95, seed=seed)
+            base = plain.generate(ids, params)
+            for name, engine in found.items():
+                result = engine.generate(ids, params)
+                rows.append({"method": name, "prompt": prompt.name, "seed": seed, "same": result.tokens == base.tokens})
+                rows[-1]["accepted"] = result.stats.num_accepted_tokens
+    for name in found:
+        mine = [row for row in rows if row["method"] == name]
+        print(f"sampled, {name}: {sum(row['same'] for row in mine)}/{len(mine)} identical, "
+              f"{sum(row['accepted'] for row in mine)} drafts accepted")  # fmt: skip
+    return rows
+
+
+def batch(found: dict[str, outpace.Engine], plain: outpace.Engine, chosen: Sequence[NamedPrompt], args: Any) -> Any:
+    """Every row of a mixed batch against its solo run, greedy and sampled rows together."""
+    prompts = [plain.encode(prompt.prompt) for prompt in chosen[: args.batch]]
+    params = [
+        SamplingParams(max_new_tokens=args.tokens, temperature=0.8 * (i % 2), top_p=0.95, seed=i)
+        for i in range(len(prompts))
+    ]
+    solo = [plain.generate(ids, one).tokens for ids, one in zip(prompts, params, strict=True)]
+    same = {}
+    for name, engine in found.items():
+        rows = engine.generate(prompts, params)
+        same[name] = sum(row.tokens == wanted for row, wanted in zip(rows, solo, strict=True))
+        print(f"batch of {len(prompts)}, {name}: {same[name]}/{len(prompts)} rows equal their solo runs without drafts")
+    return same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts")
+    parser.add_argument("--model")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--draft-layers", type=int, default=0)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--categories", default="")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--k", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--parts", default="greedy,sampled,batch")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    quiet_transformers()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    by_category: dict[str, list[NamedPrompt]] = defaultdict(list)
+    for prompt in read_prompts(args.prompts):
+        category = "multi-turn chat" if prompt.category in MT_BENCH else prompt.category
+        if not args.categories or category in args.categories.split(","):
+            by_category[category].append(replace(prompt, category=category))
+    chosen = [prompt for group in by_category.values() for prompt in group[: args.per_category]]
+    found, plain = engines(args)
+    plain.generate(plain.encode(chosen[0].prompt), SamplingParams(max_new_tokens=8))  # warm-up
+    report: dict[str, Any] = {
+        "command": sys.argv,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": torch.get_num_threads(),
+        "dtype": str(plain.target.dtype),
+        "categories": {name: len(group[: args.per_category]) for name, group in by_category.items()},
+    }
+    parts = args.parts.split(",")
+    if "greedy" in parts:
+        report["greedy"] = greedy(found, plain, chosen, args.tokens)
+    if "sampled" in parts:
+        report["sampled"] = sampled(found, plain, chosen, args)
+    if "batch" in parts:
+        report["batch"] = batch(found, plain, chosen, args)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
