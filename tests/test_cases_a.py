@@ -281,12 +281,12 @@ def test_recurrent_states_equal_a_fresh_forward_after_every_round(family: str) -
                 for name in STATES:
                     mine, right = getattr(ours, name, None), getattr(theirs, name, None)
                     for key, numbers in (right or {}).items():
-                        if numbers is not None:  # a scan in chunks rounds otherwise than one in steps
+                        if numbers is not None:
                             assert_same_numbers(mine[key], numbers, tolerance=1e-4)
                             num_states += 1
                 if getattr(theirs, "keys", None) is not None:
-                    assert_same_numbers(ours.keys[0, :, :length], theirs.keys[0])
-                    assert_same_numbers(ours.values[0, :, :length], theirs.values[0])
+                    assert_same_numbers(ours.keys[0, :, :length], theirs.keys[0], tolerance=1e-4)
+                    assert_same_numbers(ours.values[0, :, :length], theirs.values[0], tolerance=1e-4)
     assert num_states > 10
     assert [session.new_tokens for session in sessions] == [list(text[-24:]) for text in texts]
     assert_drafts_were_mixed(*(session.stats for session in sessions))

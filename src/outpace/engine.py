@@ -150,6 +150,10 @@ class Engine:
         finally:
             self.cancel(session)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
+        return self.requests.encode(prompt)
+
     def without_drafts(self) -> Engine:
         """An engine of the same model that decodes plainly: the baseline of comparisons."""
         return Engine(self.target, NoDrafter(), self.tokenizer, self.end_ids, self.capabilities, self.options)

@@ -145,12 +145,18 @@ def _model_drafter(
     draft, draft_tokenizer = load_model(draft_model, draft_tokenizer, dtype, device, progress)
     draft_target = Target(draft)
     draft_target.can_tree = probe(draft_target).can_tree
-    if draft is target.model or str(getattr(draft, "name_or_path", "")) == str(target.model.name_or_path) != "":
+    if draft is target.model or _origin(draft) == _origin(target.model):
         _log.warning("The draft model is the target itself: exact, and no faster. Give a smaller model to gain time.")
     if width > 1 and not (target.can_tree and draft_target.can_tree):
         raise InputError(f"width={width} asks for trees, and one of the models can only take chains. Leave width at 1.")
     num_tokens = check_vocabulary(tokenizer, draft_tokenizer, target.vocab_size, draft_target.vocab_size)
     return ModelDrafter(draft_target, target.vocab_size, num_tokens, width)
+
+
+def _origin(model: Any) -> object:
+    """Something equal for two loads of one model: its name and size; the object itself when it has no name."""
+    name = str(getattr(model, "name_or_path", ""))
+    return (name, sum(p.numel() for p in model.parameters())) if name else model
 
 
 def check_vocabulary(tokenizer: Any, draft_tokenizer: Any, vocab_size: int, draft_vocab_size: int) -> int:

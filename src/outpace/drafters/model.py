@@ -238,15 +238,21 @@ class ModelDrafter:
         if self._is_ratio_test(session):
             q = sampling.probabilities(scores, params)
             proposals = list(self._without_replacement(q, ids.tolist()))
-        return list(zip(ids.tolist(), confidence.tolist(), proposals, strict=True))
+        return list(zip(ids.tolist(), confidence.tolist(), proposals, strict=False))
 
     def _without_replacement(self, q: Tensor, ids: Sequence[int]) -> Iterator[Tensor]:
-        """[vocab] float64 per id: what it was drawn from, q without the ids before it (Gumbel top-k does just that)."""
+        """[vocab] float64 per id: what it was drawn from, q without the ids before it (Gumbel top-k does just that).
+
+        Ends early when they leave nothing to draw from, as near temperature 0.
+        """
         for token in ids:
+            if float(q.sum()) < 1e-3:
+                return
             yield torch.nn.functional.pad(q, (0, self._vocab_size - q.shape[0]))
             q = q.clone()
             q[token] = 0.0
-            q /= q.sum().clamp_min(1e-300)
+            mass = q.sum()
+            q = q / mass if mass > 1e-30 else torch.zeros_like(q)
 
     def _is_ratio_test(self, session: Session) -> bool:
         return session.stats.acceptance == "rejection" and not session.params.is_greedy
