@@ -9,7 +9,7 @@ sampled: T 0.8, top-p 0.95, several seeds: with drafts against without
 batch:   rows of a mixed batch against their solo runs
 
 Methods take turns on each prompt; times are decode seconds (after the first token), ratios of totals per category.
-`--draft-noise S` drafts with a noisy copy of the target: as slow as the target, right about some of it; for identity only.
+`--draft-noise S` drafts with a noisy copy of the target: as slow as the target, often right; for identity only.
 """
 
 from __future__ import annotations
