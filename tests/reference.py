@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 import outpace
+from outpace.drafters.model import ModelDrafter
+from outpace.target import Target
 from outpace.testing import drafters
 from outpace.testing.models import MIN_DISTINCT, PROMPTS, noisy_copy, scores, tiny_model
+from outpace.testing.tokenizers import tiny_tokenizer
 
 ONE, REPEATED, MIXED = PROMPTS
 MIN_MARGIN = 1e-4
@@ -22,7 +25,7 @@ TREE_FAMILIES = (
 )
 FAMILIES = (*TREE_FAMILIES, "bloom", *STATE_FAMILIES)
 
-Tokens = tuple[int, ...]
+Tokens = tuple[int, ...]  # hashable, for caches
 
 model = cache(tiny_model)
 
@@ -43,6 +46,11 @@ def itself(family: str) -> Any:
 def other(family: str) -> Any:
     """A draft model that is hardly ever right: other weights."""
     return tiny_model(family, seed=99)
+
+
+def sure(family: str, width: int = 1) -> ModelDrafter:
+    """The model as its own draft, which goes on however unsure it is: all of its greedy drafts are right."""
+    return ModelDrafter(Target(itself(family)), 512, 512, width, min_value=0.0)
 
 
 def plain(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
@@ -81,6 +89,7 @@ METHODS: dict[str, Callable[[str, Sequence[Tokens]], dict[str, Any]]] = {
     "suffix": lambda family, texts: {"drafter": "suffix"},
     "lookup": lambda family, texts: {"drafter": "lookup"},
     "itself": lambda family, texts: {"draft_model": itself(family)},
+    "sure": lambda family, texts: {"drafter": sure(family)},
     "noisy": lambda family, texts: {"draft_model": noisy(family)},
     "noisy trees": lambda family, texts: {"draft_model": noisy(family), "width": 3},
     "other": lambda family, texts: {"draft_model": other(family)},
@@ -109,3 +118,38 @@ def assert_drafts_were_mixed(*all_stats: outpace.Stats) -> None:
     rejected = sum(stats.num_rejected_tokens for stats in all_stats)
     assert accepted >= 5 and rejected >= 5, f"the guard: {accepted} drafts accepted and {rejected} rejected"
     assert all(stats.num_draft_failures == 0 for stats in all_stats)
+
+
+def with_ends(model: Any, *ends: int) -> Any:
+    """A copy of the model for which these tokens end the text."""
+    copied = copy.deepcopy(model)
+    copied.generation_config.eos_token_id = list(ends)
+    return copied
+
+
+def first_seen_at(tokens: Sequence[int], index: int) -> int:
+    """The token at an index, which must not occur before it: then the text ends there and not earlier."""
+    assert tokens.index(tokens[index]) == index, "the guard: the token occurs earlier; take another prompt or index"
+    return tokens[index]
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@cache
+def writer() -> Any:
+    """A model of that tokenizer's size that writes printable characters and no special tokens."""
+    found = tiny_model("llama", vocab=len(tokenizer()))
+    with torch.no_grad():
+        for token in range(len(tokenizer())):
+            text = tokenizer().decode([token], skip_special_tokens=True)
+            if not (text and text.isascii() and text.isprintable()):
+                found.lm_head.weight[token] = 0  # its score is 0, far below the best of the others
+    return found
+
+
+def decoded(tokens: Sequence[int]) -> str:
+    text: str = tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

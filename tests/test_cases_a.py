@@ -59,14 +59,13 @@ def test_greedy_text_is_that_of_transformers_with_every_way_of_drafting(method: 
 def test_greedy_text_is_that_of_transformers_for_every_family(family: str) -> None:
     """T-A1: sliding windows, soft caps, sinks, experts, learned positions, alibi, convolutions and recurrent states."""
     prompts = (ONE, REPEATED, MIXED)
-    texts = full_texts(family, prompts, 40)
-    for method in ("lookup", "noisy", "noisy trees", "random trees"):
-        if method == "noisy trees" and family not in TREE_FAMILIES:
-            continue
-        found = engine(family, method, texts, k=6)
-        results = [found.generate(list(prompt), params(40)) for prompt in prompts]
-        assert [result.tokens for result in results] == [greedy(family, prompt, 40) for prompt in prompts], method
-        if method != "lookup":
+    texts = full_texts(family, prompts, 32)
+    wanted = [greedy(family, prompt, 32) for prompt in prompts]
+    assert engine(family, "lookup", k=6).generate(list(MIXED), params(32)).tokens == wanted[2]
+    for method in ("noisy", "noisy trees", "random trees"):
+        if method != "noisy trees" or family in TREE_FAMILIES:
+            results = engine(family, method, texts, k=6).generate([list(prompt) for prompt in prompts], params(32))
+            assert [result.tokens for result in results] == wanted, method
             assert_drafts_were_mixed(*(result.stats for result in results))
 
 

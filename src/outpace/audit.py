@@ -102,16 +102,17 @@ def _decisive_score(scores: Tensor, params: SamplingParams, seed: int, position:
 def _distance_to_cut(scores: Tensor, params: SamplingParams, token: int) -> float:
     """How near a token is to being cut off (or kept) by top-k, top-p or min-p, in units of score."""
     scores = scores / params.temperature
-    probs = scores.softmax(0)
+    own = scores[token]
     distances = [math.inf]
-    if params.top_k > 0:
-        edge = scores.topk(min(params.top_k + 1, scores.shape[0])).values[-2:]
-        distances += [abs(float(scores[token] - value)) for value in edge if value != scores[token]]
+    if 0 < params.top_k < scores.shape[0]:
+        last_kept, first_cut = scores.topk(params.top_k + 1).values[-2:]
+        distances.append(abs(float(own - (first_cut if own >= last_kept else last_kept))))
+        scores = scores.masked_fill(scores < last_kept, -math.inf)  # top-p counts the mass of what top-k leaves
     if params.top_p < 1:
-        mass_before = float(probs[scores > scores[token]].sum())
+        mass_before = float(scores.softmax(0)[scores > own].sum())
         distances.append(abs(mass_before - params.top_p))
     if params.min_p > 0:
-        distances.append(abs(float(scores[token] - scores.max()) - math.log(params.min_p)))
+        distances.append(abs(float(own - scores.max()) - math.log(params.min_p)))
     return min(distances)
 
 

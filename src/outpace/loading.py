@@ -116,7 +116,7 @@ def load_model(
             raise InputError("device and dtype are for models loaded by name; move or cast the model object yourself.")
         return model, tokenizer
     source = models.resolve(models.default_model() if model is None else model, progress=progress)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and place.type == "cpu":
         dtype = "float32"
     try:
@@ -130,6 +130,15 @@ def load_model(
             "model, a .gguf file, or the id of a model that this machine can download."
         ) from error
     return loaded.to(place).eval(), tokenizer  # type: ignore[arg-type]
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # torch raises several kinds, by device
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise InputError(f"device {name!r} cannot be used here: {first}. Use 'cpu', or leave it out.") from error
+    return torch.device(name)
 
 
 def _model_drafter(

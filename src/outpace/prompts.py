@@ -44,7 +44,7 @@ def read_prompts(path: str | Path) -> list[NamedPrompt]:
     """
     file = Path(path).expanduser()
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"The prompts file {str(path)!r} cannot be read: {error}") from error
     is_json = file.suffix in (".jsonl", ".json")
@@ -67,10 +67,22 @@ def _from_json(line: str, number: int, file: str) -> NamedPrompt:
     if not isinstance(entry, dict):
         raise InputError(f"{where} is not a JSON object, got {line[:60]!r}.")
     name, category = str(entry.get("question_id", entry.get("name", number))), str(entry.get("category", ""))
-    if isinstance(entry.get("prompt"), str):
+    if isinstance(entry.get("prompt"), str) and entry["prompt"]:
         return NamedPrompt(name, category, entry["prompt"])
-    if isinstance(entry.get("messages"), list):
+    if _is_chat(entry.get("messages")):
         return NamedPrompt(name, category, entry["messages"])
     if isinstance(entry.get("turns"), list) and entry["turns"]:
         return NamedPrompt(name, category, [{"role": "user", "content": str(entry["turns"][0])}])
-    raise InputError(f"{where} has none of 'prompt', 'messages' and 'turns'; its keys are {sorted(entry)}.")
+    raise InputError(
+        f"{where} has no prompt: it needs 'prompt' (a text), 'messages' (objects with role and content) or 'turns' (a "
+        f"list), and none may be empty; its keys are {sorted(entry)}."
+    )
+
+
+def _is_chat(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+        and "content" in messages[-1]
+    )

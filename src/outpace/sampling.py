@@ -185,7 +185,7 @@ def build_processors(
 
 def process(logits: Tensor, processors: Sequence[LogitsProcessor], text: Tensor | None) -> Tensor:
     """[vocab] float32: the logits after every processor. text: [1, length] int64, None when there is none to run."""
-    scores = logits.to(torch.float32)
+    scores = logits.to(torch.float32, copy=bool(processors))  # processors may write into what they are given
     if processors:
         assert text is not None, "processors need the text"
         scores = scores.unsqueeze(0)

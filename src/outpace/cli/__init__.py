@@ -26,9 +26,9 @@ _COMMANDS = ("generate", "verify", "doctor")
 
 
 def main() -> None:
-    """Entry point. `outpace "prompt"` is short for `outpace generate "prompt"`."""
+    """Entry point. `outpace "prompt"` is short for `outpace generate "prompt"`, and `outpace -` for its `-`."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] not in _COMMANDS and not arguments[0].startswith("-"):
+    if arguments and arguments[0] not in _COMMANDS and (arguments[0] == "-" or not arguments[0].startswith("-")):
         arguments = ["generate", *arguments]
     try:
         app(arguments, prog_name="outpace")

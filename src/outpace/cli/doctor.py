@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import platform
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from ..errors import OutpaceError
 from ..loading import DRAFTERS, load_model
 from ..probe import probe
 from ..target import Target
-from .options import Device, Dtype, Json, quiet_transformers
+from .options import Device, Dtype, Json, quiet_transformers, to_json
 
 _PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "gguf", "accelerate")
 
@@ -50,7 +49,7 @@ def doctor(
     if model is not None or embedded is not None:
         facts["checked model"] = _check(model, dtype, device)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(to_json(facts))
     else:
         _print(facts)
 

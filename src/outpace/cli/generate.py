@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from .options import (
     as_prompt,
     load_engine,
     talk,
+    to_json,
 )
 
 _DEFAULTS = SamplingParams()
@@ -86,13 +86,17 @@ def generate(
     elif not as_json:
         talk.print(f"[dim]{_summary(result)}[/]")
     if as_json:
-        print(json.dumps(report, ensure_ascii=False, indent=2))
+        print(to_json(report))
 
 
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    try:
+        text = sys.stdin.read() if prompt in (None, "-") else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise typer.BadParameter(f"the prompt is not UTF-8 text: {error}", param_hint="PROMPT") from error
     if not text:
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     return text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from typing import Annotated, Any
 
 import transformers
@@ -76,6 +78,19 @@ def quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.basicConfig(format="outpace: %(message)s", level=logging.WARNING)
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON that every reader takes: a score that is no finite number is null."""
+    return json.dumps(_finite(value), ensure_ascii=False, indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_prompt(engine: Engine, text: str, chat: bool | None, system: str | None) -> Any:

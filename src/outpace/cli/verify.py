@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from .options import (
     Width,
     load_engine,
     talk,
+    to_json,
 )
 
 
@@ -62,7 +62,7 @@ def verify(
     sampled = replace(base, temperature=temperature, top_p=top_p)
     settings = [("greedy", base), *((f"seed {seed}", replace(sampled, seed=seed)) for seed in range(seeds))]
     engine = load_engine(model, draft_model, drafter, k, width, "coupled", dtype, device)
-    rounding = _measure(engine, chosen[0])
+    rounding = _measure(engine, chosen[0], max_new_tokens)
     kept: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=talk, transient=True) as bar:
@@ -74,7 +74,7 @@ def verify(
                 bar.advance(task)
     num_bugs = sum(row["verdict"] == "bug" for row in kept)
     if as_json:
-        print(json.dumps({"rounding": rounding, "rows": kept, "num_bugs": num_bugs}, indent=2))
+        print(to_json({"rounding": rounding, "rows": kept, "num_bugs": num_bugs}))
     else:
         _print(engine, rounding, kept)
     if num_bugs:
@@ -88,9 +88,10 @@ def _as_prompt(engine: Engine, prompt: NamedPrompt) -> Prompt:
     return prompt.prompt[-1]["content"]
 
 
-def _measure(engine: Engine, prompt: NamedPrompt) -> float:
-    """The block rounding error on text that this model writes itself."""
-    plain = engine.without_drafts().generate(_as_prompt(engine, prompt), SamplingParams(max_new_tokens=33))
+def _measure(engine: Engine, prompt: NamedPrompt, max_new_tokens: int) -> float:
+    """The block rounding error on text that this model writes itself, and on the prompt where that is shorter."""
+    params = SamplingParams(max_new_tokens=min(33, max_new_tokens))
+    plain = engine.without_drafts().generate(_as_prompt(engine, prompt), params)
     return audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens)
 
 
