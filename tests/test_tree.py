@@ -141,7 +141,7 @@ def test_children_are_the_inverse_of_parents(tree: TokenTree) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# after, clip, merge
+# after, merge
 
 
 @fixed
@@ -165,30 +165,6 @@ def test_a_tree_after_a_prefix_by_hand() -> None:
     assert moved.parents == (-1, 0, 1, 2, 2, 3)
     assert moved.value == (1.0, 1.0, 1.0, 0.8, 0.1, 0.4)
     assert EXAMPLE.after([]) is EXAMPLE
-
-
-@fixed
-@given(trees(), st.integers(0, 11), st.integers(0, 8))
-def test_clipping_keeps_a_connected_tree_in_order(tree: TokenTree, max_drafts: int, max_depth: int) -> None:
-    """No more nodes and no deeper than asked: the first nodes that are not too deep stay, unchanged."""
-    clipped = tree.clip(max_drafts, max_depth)
-    clipped.check(0, VOCAB_SIZE, max_drafts, max_depth)
-    shallow = [node for node, depth in enumerate(tree.depths()) if depth <= max_depth]
-    kept = shallow[: max_drafts + 1]
-    assert texts(clipped) == [texts(tree)[node] for node in kept]
-    assert clipped.value == tuple(tree.value[node] for node in kept)
-    assert clipped.source == tuple(tree.source[node] for node in kept)
-    assert clipped.clip(max_drafts, max_depth) == clipped
-
-
-def test_clipping_by_hand() -> None:
-    """The example tree with one draft, with depth 1, with room enough, and with none."""
-    assert EXAMPLE.clip(1, 9) == TokenTree((7, 3), (-1, 0), (1.0, 0.8), ("", "a"), (None,) * 2)
-    assert EXAMPLE.clip(9, 1) == TokenTree((7, 3, 5), (-1, 0, 0), (1.0, 0.8, 0.1), ("", "a", "b"), (None,) * 3)
-    assert EXAMPLE.clip(3, 2) is EXAMPLE
-    assert EXAMPLE.clip(0, 2).tokens == EXAMPLE.clip(3, 0).tokens == (7,)
-    moved = make([0, 1, 2, 3, 4], [-1, 0, 1, 2, 0]).clip(9, 2)  # node 4 becomes node 3 when node 3 goes
-    assert moved.tokens == (0, 1, 2, 4) and moved.parents == (-1, 0, 1, 0)
 
 
 @fixed

@@ -40,11 +40,14 @@ def accept(session: Session, tree: TokenTree, logits: Tensor, acceptance: Accept
     verdict = (
         verify.rejection(tree, probs, coin, draw) if acceptance == "rejection" else verify.typical(tree, probs, draw)
     )
+    num_committed = 0
     for node, token in zip(verdict.path, verdict.tokens, strict=True):
         _report(session, logits[node], token)
+        num_committed += 1
         if not session.commit(token):
             break
-    return verdict
+    # Nothing behind the end of the text was accepted.
+    return verify.Verdict(verdict.path[:num_committed], verdict.tokens[:num_committed])
 
 
 def _chooser(session: Session, logits: Tensor) -> Callable[[int], int]:

@@ -87,7 +87,8 @@ def _end_difference(plain: Result, speculative: Result) -> Difference:
 def _scores(engine: Engine, text: Sequence[int], params: SamplingParams, prompt_length: int) -> Tensor:
     """[vocab] processed logits after `text`, from a plain forward. Stateful processors are not asked again."""
     logits = _plain_logits(engine.target, text, 1)[0]
-    own = sampling.build_processors(params, prompt_length, engine.end_ids, logits.device)
+    end_ids = (*(() if params.ignore_eos else engine.end_ids), *params.stop_token_ids)
+    own = sampling.build_processors(params, prompt_length, end_ids, logits.device)
     pure = [processor for processor in own if sampling.is_prefix_pure(processor)]
     return sampling.process(logits, pure, torch.tensor([list(text)], device=logits.device))
 
@@ -123,11 +124,12 @@ def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
 def measure_rounding(target: Target, text: Sequence[int], block: int = 8, num_blocks: int = 4) -> float:
     """The largest difference in logits between a block of tokens and the same tokens one at a time, on this text.
 
-    This is what "block rounding error" means: of this model, dtype and device, in blocks of `block` tokens.
+    This is what "block rounding error" means: of this model, dtype and device, in blocks of `block` tokens. It is at
+    least one unit in the last place of the largest logit: the smallest difference before can move one that far.
     """
     total = min(len(text) - 1, block * num_blocks)
     single = _plain_logits(target, text, total)
-    worst = 0.0
+    worst = torch.finfo(target.dtype).eps * float(single.abs().max())
     cache = target.new_cache()
     row = cache.add_row()
     start = len(text) - total

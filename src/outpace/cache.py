@@ -68,6 +68,13 @@ class _Window:
     end: int = 0  # columns that attention sees
     scatter: tuple[Tensor, Tensor] | None = None  # (rows [rows, 1], columns [rows, nodes]) when starts differ
 
+    def scatter_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The scatter indices on a device; copied there once per forward."""
+        assert self.scatter is not None, "the rows start at one column"
+        if self.scatter[0].device != device:
+            self.scatter = (self.scatter[0].to(device), self.scatter[1].to(device))
+        return self.scatter
+
 
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one attention layer: [rows, heads, capacity, head dim] buffers that grow by doubling."""
@@ -112,7 +119,7 @@ class RaggedLayer(CacheLayerMixin):
             start = window.starts[0]
             buffer[window.rows, :, start : start + window.num_nodes] = states
         else:
-            rows, columns = (index.to(buffer.device) for index in window.scatter)
+            rows, columns = window.scatter_on(buffer.device)
             buffer[rows, :, columns] = states.transpose(1, 2)
         return buffer[window.rows, :, : window.end]
 
@@ -126,6 +133,11 @@ class RaggedLayer(CacheLayerMixin):
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0]:
                 buffer[target, :, :columns] = buffer[source, :, :columns]
+
+    def clear(self) -> None:
+        """Free the buffers; the next update makes new ones."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def get_seq_length(self, *args: Any) -> int:
         return self.window.starts[0] if self.window.starts else 0
@@ -159,7 +171,10 @@ class RaggedCache:
 
     def drop_row(self, row: int) -> None:
         last = len(self.lengths) - 1
-        if row != last:
+        if last == 0:
+            for layer in self._ragged:
+                layer.clear()
+        elif row != last:
             for layer in self._ragged:
                 layer.move_row(last, row, self.lengths[last])
             self.lengths[row] = self.lengths[last]
@@ -221,7 +236,10 @@ class StateCache:
         state.window.starts, state.window.num_nodes = (start,), num_nodes
         state.window.end = start + num_nodes
         if start == self.lengths[row]:
+            if state.is_open:  # the last forward was interrupted before its `keep`
+                state.restore()
             state.snapshot = [_snapshot(layer) for layer in state.stateful]
+        state.is_open = True
         return state.hf
 
     def keep(self, row: int, path: Sequence[int]) -> None:
@@ -230,8 +248,8 @@ class StateCache:
         if len(path) == state.window.end - self.lengths[row]:
             self.lengths[row] += len(path)
         else:
-            for layer, snapshot in zip(state.stateful, state.snapshot, strict=True):
-                _restore(layer, snapshot)
+            state.restore()
+        state.is_open = False
 
 
 @dataclass(slots=True)
@@ -240,6 +258,13 @@ class _StateRow:
     window: _Window
     stateful: list[Any]
     snapshot: list[dict[str, Any]] = field(default_factory=list)
+    is_open: bool = False
+
+    def restore(self) -> None:
+        """Put the states back as they were before the open block."""
+        for layer, snapshot in zip(self.stateful, self.snapshot, strict=True):
+            for name, value in snapshot.items():
+                setattr(layer, name, _copied(value))
 
 
 def _layers(config: Any) -> list[Any]:
@@ -268,11 +293,6 @@ def _copied(value: Any) -> Any:
 
 def _snapshot(layer: Any) -> dict[str, Any]:
     return {name: _copied(getattr(layer, name)) for name in _STATE_FIELDS if hasattr(layer, name)}
-
-
-def _restore(layer: Any, snapshot: dict[str, Any]) -> None:
-    for name, value in snapshot.items():
-        setattr(layer, name, _copied(value))
 
 
 def build_cache(config: Any) -> Cache:

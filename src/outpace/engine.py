@@ -8,6 +8,7 @@ Committed tokens that the cache does not hold yet (a prompt, tokens after a rewo
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from .accept import ACCEPTANCES, Acceptance, accept
 from .cache import Cache
 from .drafters.base import Budget, Drafter, NoDrafter
-from .errors import InputError
+from .errors import EngineError, InputError
 from .probe import Capabilities
 from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
 from .sampling import SamplingParams
@@ -90,7 +91,7 @@ class Engine:
     _cache: Cache = field(init=False)
     _rows: list[Session] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
-    _num_sessions: int = 0
+    _is_stepping: bool = False
     _warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -107,23 +108,21 @@ class Engine:
         """Decode to the end. prompt: text, token ids or chat messages, or a list of those.
 
         Returns a Result, or a list of them for a list of prompts. params: one for all prompts, or one per prompt.
-        Chat messages go through the tokenizer's template; text is taken as it is.
+        Chat messages go through the tokenizer's template; text is taken as it is. Rows are independent: equal prompts
+        with one seed give equal texts, and without a seed every row draws its own. A row's error is raised for all.
         """
         is_batch = is_batch_of_prompts(prompt)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]
         settings = per_prompt(params, len(prompts), is_batch)
         sessions = [self.requests.session(p, s, with_text=False) for p, s in zip(prompts, settings, strict=True)]
-        self._join(sessions)
         try:
+            self._join(sessions)
             while any(not session.is_finished for session in sessions):
                 self.step()
-            for session in sessions:
-                if session.error is not None:
-                    raise session.error
+            results = [self.result(session) for session in sessions]
         finally:
             for session in sessions:
                 self.cancel(session)
-        results = [self.result(session) for session in sessions]
         return results if is_batch else results[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -134,19 +133,17 @@ class Engine:
 
     def _stream(self, session: Session) -> Iterator[Chunk]:
         num_seen = session.num_prompt_tokens
-        self._join([session])
         try:
-            while not session.is_finished:
+            self._join([session])
+            result = None
+            while result is None:
                 self.step()
-                if session.error is not None:
-                    raise session.error
-                tokens = session.tokens[num_seen:]
-                num_seen = len(session.tokens)
-                text = session.take_pieces()
-                if (tokens or text) and not session.is_finished:
-                    yield Chunk(text, tokens)
-                elif session.is_finished:
-                    yield Chunk(text, tokens, self.result(session))
+                with self._lock:  # another thread's step may be committing to this session
+                    tokens, text = session.tokens[num_seen:], session.take_pieces()
+                    result = self.result(session) if session.is_finished else None
+                num_seen += len(tokens)
+                if tokens or result is not None:
+                    yield Chunk(text, tokens, result)
         finally:
             self.cancel(session)
 
@@ -168,28 +165,44 @@ class Engine:
 
     def _join(self, sessions: Sequence[Session]) -> None:
         with self._lock:
+            self._sweep()
             for session in sessions:
-                self._num_sessions += 1
-                session.id = self._num_sessions
                 session.row = self._cache.add_row()
                 self._rows.append(session)
 
     def cancel(self, session: Session) -> None:
-        """Free the session's row, finished or not. Does nothing for one that has none."""
-        with self._lock:
-            if session.row is None:
-                return
-            self._cache.drop_row(session.row)
-            last = self._rows.pop()
+        """Give the session's row to others, at the next moment between two steps. Safe to call twice, and anywhere."""
+        session.is_cancelled = session.is_cancelled or session.finish_reason is None
+        # Never wait here: a generator that is garbage-collected cancels its session in the middle of anything.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    def _sweep(self) -> None:
+        """Free the rows of sessions that have ended; not in the middle of a step, which counts on its rows."""
+        if self._is_stepping:
+            return
+        for session in [session for session in self._rows if session.is_finished]:
+            row, last = session.row, self._rows.pop()
+            assert row is not None, "a session in the batch has a row"
+            self._cache.drop_row(row)
             if last is not session:
-                self._rows[session.row] = last
-                last.row = session.row
+                self._rows[row], last.row = last, row
             session.row = None
-            self.drafter.release(session)
+            try:
+                self.drafter.release(session)
+            except Exception as error:
+                self._draft_failed([session], error)
 
     def result(self, session: Session) -> Result:
-        """What a finished session gave."""
-        assert session.finish_reason is not None, "the session has not finished"
+        """What a finished session gave; raises the error that ended it."""
+        if session.error is not None:
+            raise session.error
+        if session.finish_reason is None:
+            state = "was cancelled" if session.is_cancelled else "has not finished: call step() until it has"
+            raise EngineError(f"There is no result: the session {state}.")
         tokens = session.new_tokens
         if session.detokenizer is not None:
             text = session.detokenizer.text
@@ -220,22 +233,21 @@ class Engine:
             active = [session for session in self._rows if not session.is_finished]
             if not active:
                 return
+            self._is_stepping = True
             try:
                 self._step(active)
             except Exception as error:  # the model itself failed: no row can go on
                 for session in active:
                     session.error = session.error or error
-            for session in active:
-                if session.is_finished:
-                    self.cancel(session)
+            finally:
+                self._is_stepping = False
+                self._sweep()
 
     def _step(self, active: Sequence[Session]) -> None:
         behind = [self._uncached(session) for session in active]
         ready = [s for s, uncached in zip(active, behind, strict=True) if len(uncached) <= self.options.prefill_chunk]
-        blocks, trees = (
-            [],
-            {session.id: tree for session, tree in zip(ready, self._draft(ready), strict=True)},
-        )
+        trees = {session.id: tree for session, tree in zip(ready, self._draft(ready), strict=True)}
+        blocks = []
         for session, uncached in zip(active, behind, strict=True):
             assert session.row is not None
             if session.id in trees:
@@ -307,6 +319,7 @@ class Engine:
         for session in sessions:
             session.stats.num_draft_failures += 1
         text = f"{type(error).__name__}: {error}"
-        if text not in self._warned:
-            self._warned.add(text)
+        kind = re.sub(r"\d+", "", text)  # the same message about other numbers is not news
+        if kind not in self._warned:
+            self._warned.add(kind)
             _log.warning("Drafter %r failed and costs a round without draft. %s", self.drafter.name, text)

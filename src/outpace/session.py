@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,9 @@ class Stats:
             self.notes.append(text)
 
 
+_ids = itertools.count(1)  # unique in the process: a drafter may serve several engines
+
+
 @dataclass(slots=True)
 class Session:
     """The state of one request. Drafters read `tokens`, `params`, `seed` and `noise_stream`, and change nothing.
@@ -93,9 +97,9 @@ class Session:
     tokens: prompt and committed tokens. row: index in the target's cache, None when it has none.
     finish_reason: "stop" (end-of-text token or stop string) or "length"; None while the text goes on.
     stop_reason: the token id or string that stopped it. error: an exception that ended it.
+    is_cancelled: its row is, or will be, given to others.
     """
 
-    id: int
     tokens: list[int]
     num_prompt_tokens: int
     params: SamplingParams
@@ -104,7 +108,9 @@ class Session:
     processors: list[LogitsProcessor]
     detokenizer: Detokenizer | None
     stats: Stats
+    id: int = field(default_factory=_ids.__next__)
     row: int | None = None
+    is_cancelled: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: BaseException | None = None
@@ -116,7 +122,7 @@ class Session:
 
     @property
     def is_finished(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or self.error is not None or self.is_cancelled
 
     @property
     def new_tokens(self) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import masks, tree
 from .cache import Cache, build_cache
-from .errors import LoadError
+from .errors import EngineError, LoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class Target:
                 f"{type(model).__name__} is an encoder-decoder model; its decoder reads a second input that a token "
                 "tree does not carry. Use a decoder-only (causal) model, or transformers' own generate."
             )
-        accepted = inspect.signature(model.forward).parameters
+        # Wrappers (torch.compile, adapters) forward any argument; the transformers model inside says what it takes.
+        inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), model)
+        accepted = inspect.signature(inner.forward).parameters
         keyword = next((name for name in ("cache", "past_key_values") if name in accepted), None)
         if keyword is None:
             raise LoadError(
@@ -92,17 +95,19 @@ class Target:
         self.tree_obstacle = self._tree_obstacle()
         self.can_tree = self.tree_obstacle is None
 
+    @property
+    def _implementation(self) -> str:
+        return str(getattr(self.config, "_attn_implementation", None))
+
     def _tree_obstacle(self) -> str | None:
         """Why this model cannot be given a tree at all; None when it can be tried."""
         if not self.new_cache().can_gather:
             return "layers with recurrent or convolution state can only take chains"
         if not self._takes_positions:
             return "its forward takes no position_ids, so siblings cannot share a position"
-        implementation = str(getattr(self.config, "_attn_implementation", None))
-        if not masks.can_mask_trees(implementation):
-            return (
-                f"attention implementation {implementation!r} takes no mask that can carry a tree (sdpa and eager do)"
-            )
+        name = self._implementation
+        if not masks.can_mask_trees(name):
+            return f"attention implementation {name!r} takes no mask that can carry a tree (sdpa and eager do)"
         return None
 
     def new_cache(self) -> Cache:
@@ -129,12 +134,16 @@ class Target:
         return [outputs[index] for index in range(len(blocks))]
 
     def _groups(self, cache: Cache, blocks: Sequence[Block]) -> list[list[int]]:
-        """Which blocks share a call. Long blocks (prompts) go alone: padding the others to them costs more."""
-        if not (self.can_tree and cache.can_batch):
-            return [[index] for index in range(len(blocks))]
-        short = [index for index, block in enumerate(blocks) if block.num_new <= 64]
-        alone = [[index] for index, block in enumerate(blocks) if block.num_new > 64]
-        return ([short] if short else []) + alone
+        """Which blocks share a call: those of similar size, as every block is padded to the longest of its call."""
+        by_size = sorted(range(len(blocks)), key=lambda index: blocks[index].num_new)
+        groups: list[list[int]] = []
+        for index in by_size:
+            can_join = bool(groups) and self.can_tree and cache.can_batch
+            if can_join and blocks[index].num_new <= max(8, 2 * blocks[groups[-1][0]].num_new):
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return [sorted(group, key=lambda index: blocks[index].row) for group in groups]
 
     def _call(self, cache: Cache, blocks: Sequence[Block], hidden_layers: Sequence[int]) -> list[Output]:
         num_nodes = max(block.num_new for block in blocks)
@@ -153,6 +162,13 @@ class Target:
         assert is_plain or self.can_tree, "only chains may reach a model without tree masks"
         num_logits = max(1, num_nodes - min(block.num_new - block.num_logits for block in blocks))
         query_positions = torch.tensor(positions, device=self.device)
+        if self.model.training:
+            raise EngineError("The model was put into training mode: dropout changes its text. Call model.eval().")
+        if not is_plain and not masks.can_mask_trees(self._implementation):
+            raise EngineError(
+                f"The attention implementation was changed to {self._implementation!r}, which takes no mask that "
+                "can carry a tree. Set it back to sdpa or eager, or load the model again."
+            )
         layout = None if is_plain else self._layout(blocks, lengths, starts, depths, query_positions)
         arguments: dict[str, Any] = {self._cache_keyword: hf_cache, "use_cache": True, "return_dict": True}
         if self._takes_positions:

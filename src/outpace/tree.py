@@ -131,21 +131,6 @@ class TokenTree:
             q=(None,) * shift + self.q,
         )
 
-    def clip(self, max_drafts: int, max_depth: int) -> TokenTree:
-        """The tree without the nodes that exceed a number of drafted nodes or a depth."""
-        depths = self.depths()
-        if len(self) - 1 <= max_drafts and max(depths) <= max_depth:
-            return self
-        keep = [node for node in range(len(self)) if depths[node] <= max_depth][: max_drafts + 1]
-        place = {node: index for index, node in enumerate(keep)}
-        return TokenTree(
-            tokens=tuple(self.tokens[node] for node in keep),
-            parents=tuple(place[self.parents[node]] if node else -1 for node in keep),
-            value=tuple(self.value[node] for node in keep),
-            source=tuple(self.source[node] for node in keep),
-            q=tuple(self.q[node] for node in keep),
-        )
-
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of two trees with the same root: equal tokens under one parent become one node.
 
@@ -173,7 +158,10 @@ class TokenTree:
     def check(self, root: int, vocab_size: int, max_drafts: int, max_depth: int, can_branch: bool = True) -> None:
         """Raise DraftError unless this is a tree under `root` that a target with `vocab_size` ids can verify."""
         num_nodes = len(self.tokens)
-        lengths = {len(self.parents), len(self.value), len(self.source), len(self.q), num_nodes}
+        fields = (self.tokens, self.parents, self.value, self.source, self.q)
+        if not all(isinstance(field, tuple) for field in fields):
+            raise DraftError("The fields of a draft must be tuples.")
+        lengths = {len(field) for field in fields}
         if len(lengths) != 1 or num_nodes == 0:
             raise DraftError(f"The fields of a draft must have one entry per node, got lengths {sorted(lengths)}.")
         if self.tokens[0] != root:
@@ -184,15 +172,16 @@ class TokenTree:
             raise DraftError(f"The draft has {num_nodes - 1} nodes, more than the {max_drafts} asked for.")
         for node in range(1, num_nodes):
             token, parent, value = self.tokens[node], self.parents[node], self.value[node]
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if type(token) is not int or not 0 <= token < vocab_size:
                 raise DraftError(f"Drafted token {token!r} is not an id below {vocab_size}.")
             if not isinstance(parent, int) or not 0 <= parent < node:
                 raise DraftError(f"Node {node} has parent {parent!r}; a parent must come before its child.")
             if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
                 raise DraftError(f"Node {node} has value {value!r}; a value is a probability.")
             q = self.q[node]
-            if q is not None and q.shape != (vocab_size,):
-                raise DraftError(f"Node {node} has a q of shape {tuple(q.shape)} instead of ({vocab_size},).")
+            if q is not None and not (isinstance(q, Tensor) and q.shape == (vocab_size,)):
+                shape = f"of shape {tuple(q.shape)}" if isinstance(q, Tensor) else f"that is a {type(q).__name__}"
+                raise DraftError(f"Node {node} has a q {shape} instead of ({vocab_size},).")
             # Written so that NaN fails too. A token that q excludes cannot have been drawn from it.
             if q is not None and not (abs(float(q.sum()) - 1) < 1e-3 and float(q[token]) > 0):
                 raise DraftError(

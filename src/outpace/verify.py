@@ -85,7 +85,7 @@ def rejection(
             if q is None:
                 residual[token] = 0.0
             else:
-                residual = (residual - q.to(residual.dtype)).clamp_min(0.0)
+                residual = (residual - q.to(residual)).clamp_min(0.0)
             mass = float(residual.sum())
             room = mass + (1.0 - weight)  # in this order the weight of the root stays exactly 1
             weight = mass / room if room > 0 else 1.0

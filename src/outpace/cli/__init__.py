@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
@@ -13,10 +15,9 @@ from .verify import verify
 
 app = typer.Typer(
     name="outpace",
-    help="Decode Hugging Face language models faster, with exactly the text they would have written.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
@@ -25,19 +26,26 @@ app.command()(doctor)
 _COMMANDS = ("generate", "verify", "doctor")
 
 
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    """Decode Hugging Face language models faster, with exactly the text they would have written."""
+    if version:
+        print(importlib.metadata.version("outpace"))
+        raise typer.Exit()
+
+
 def main() -> None:
-    """Entry point. `outpace "prompt"` is short for `outpace generate "prompt"`, and `outpace -` for its `-`."""
+    """Entry point. Without a command it is `generate`: `outpace "prompt"`, `outpace -`, `outpace --seed 1 "prompt"`."""
     arguments = sys.argv[1:]
-    if arguments and arguments[0] not in _COMMANDS and (arguments[0] == "-" or not arguments[0].startswith("-")):
+    if arguments and arguments[0] not in (*_COMMANDS, "--help", "--version"):
         arguments = ["generate", *arguments]
     try:
         app(arguments, prog_name="outpace")
     except OutpaceError as error:
         print(f"outpace: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\noutpace: stopped", file=sys.stderr)
-        sys.exit(130)
     except Exception:
         print("outpace: this is a bug of ours. Please report it with the lines below.", file=sys.stderr)
         raise

@@ -111,4 +111,4 @@ def _print(facts: dict[str, Any]) -> None:
                     table.add_row(label, f"{key if line_index == 0 else ' ' * len(key)}  {line}")
         else:
             table.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)

@@ -46,7 +46,9 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 is off.")] = _DEFAULTS.min_p,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.repetition_penalty,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled run. [default: drawn and reported]")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = _DEFAULTS.max_new_tokens,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")
+    ] = _DEFAULTS.max_new_tokens,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be given several times.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. [default: if there is one]")

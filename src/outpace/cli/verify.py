@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -43,7 +44,7 @@ def verify(
         typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of the file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 64,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Per run.")] = 64,
     temperature: Annotated[float, typer.Option(help="Of the sampled runs.")] = 0.8,
     top_p: Annotated[float, typer.Option(help="Of the sampled runs.")] = 0.95,
     seeds: Annotated[int, typer.Option(min=0, help="Sampled runs per prompt, beside the greedy one.")] = 2,
@@ -134,7 +135,7 @@ def _print(engine: Engine, rounding: float, rows: list[dict[str, Any]]) -> None:
                 f": token {row['index']}: plain {a} scores {score_a:.4f}, speculative {b} scores {score_b:.4f}; "
                 f"gap {row['gap']:.2g}, rounding {row['threshold']:.2g}"
             )
-        cells = [str(row[name]) for name in ("prompt", "setting", "tokens", "drafted", "accepted")]
+        cells = [escape(str(row[name])) for name in ("prompt", "setting", "tokens", "drafted", "accepted")]
         table.add_row(*cells, f"[{colours[verdict]}]{verdict}[/]{detail}")
     Console(highlight=False).print(table)
     counts = {name: sum(row["verdict"] == name for row in rows) for name in ("identical", "tie", "bug")}

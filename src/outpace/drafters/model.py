@@ -215,11 +215,11 @@ class ModelDrafter:
             if self._is_ratio_test(session) and depth > 0:
                 width = 1  # a fixed shape: branches at the root, each a chain
             position = len(session.tokens) + depth
-            for token, confidence, q in self._candidates(session, scores, position, width):
+            for token, confidence, q in self._candidates(session, scores, position, width, parent):
                 draft.nodes.append(_Node(token, parent, depth + 1, value * confidence, q))
 
     def _candidates(
-        self, session: Session, logits: Tensor, position: int, width: int
+        self, session: Session, logits: Tensor, position: int, width: int, parent: int
     ) -> list[tuple[int, float, Tensor | None]]:
         """Up to `width` tokens as (token, confidence, q). Confidence is the softmax of log q + noise: how clear the
         draft's own choice is, which says how likely a slightly different distribution chooses the same."""
@@ -230,7 +230,10 @@ class ModelDrafter:
             confidence = (values - scores.logsumexp(0)).exp().clamp_max(1.0)
             return [(token, sure, None) for token, sure in zip(ids.tolist(), confidence.tolist(), strict=True)]
         kept, log_q = sampling.warp(scores, params)
-        noisy = noise.perturbed(log_q, kept, session.seed, position, session.noise_stream)
+        stream = session.noise_stream
+        if self._is_ratio_test(session):
+            stream += (parent + 1) << 32  # draws in different branches must be independent
+        noisy = noise.perturbed(log_q, kept, session.seed, position, stream)
         values, places = noisy.topk(min(width, noisy.shape[0]))
         ids = places if kept is None else kept[places]
         confidence = (values - noisy.logsumexp(0)).exp().clamp_max(1.0)
