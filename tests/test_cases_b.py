@@ -117,7 +117,7 @@ def assert_law(results: Sequence[outpace.Result], target: Any, settings: Samplin
     assert p_value([tuple(result.tokens[:2]) for result in results], first) > 1e-4
     if length == 3:
         assert p_value([tuple(result.tokens[1:3]) for result in results], probs.sum(0)) > 1e-4
-    assert len(results) == NUM_SAMPLES
+    assert len(results) >= 2000
     assert all(result.stats.num_draft_failures == 0 for result in results)
 
 
@@ -155,7 +155,7 @@ def test_samples_follow_the_law_of_penalties_and_truncation() -> None:
     """T-B1: the ratio test with a repetition penalty, a temperature, top-k and top-p, in transformers' order."""
     settings = params(3, temperature=0.8, top_k=6, top_p=0.9, repetition_penalty=1.3)
     found = outpace.load(small(), draft_model=with_noise(small(), 0.2), k=2, acceptance="rejection")
-    results = run(found, settings)
+    results = run(found, settings, 2000)
     assert_law(results, small(), settings)
     guard_drafts(results, accepted=0.3)
 
@@ -165,7 +165,7 @@ def test_samples_follow_the_targets_law_with_trees_that_are_drafted_without_chan
     trees = drafters.random_trees(VOCAB, num_nodes=5)
     found = outpace.load(small(), drafter=trees, k=5, acceptance="rejection")
     settings = params(3, temperature=1.0)
-    results = run(found, settings)
+    results = run(found, settings, 2000)
     assert_law(results, small(), settings)
     guard_drafts(results, accepted=0.1)
 

@@ -26,6 +26,7 @@ T-B1
     test_cases_b::test_samples_follow_the_targets_law_with_a_noisy_draft_model
     test_cases_b::test_samples_follow_the_law_of_penalties_and_truncation
     test_cases_b::test_samples_follow_the_targets_law_with_trees_that_are_drafted_without_chance
+    test_cases_b::test_drafts_in_different_branches_are_independent_under_the_ratio_test
 T-B4
     test_cases_b::test_samples_follow_the_targets_law_with_an_unrelated_draft_model
 T-B7
@@ -135,6 +136,7 @@ T-I2
     test_cases_i::test_every_prompt_may_have_settings_of_its_own
     test_cases_i::test_rows_may_join_and_leave_between_any_two_steps
     test_cases_i::test_a_row_of_scores_that_are_no_numbers_harms_no_row_after_it
+    test_cases_i::test_a_row_of_scores_that_are_no_numbers_harms_no_row_that_takes_its_place
     test_cases_i::test_a_row_of_scores_that_are_no_numbers_harms_no_row_beside_it
     test_cases_i::test_scores_that_are_no_numbers_are_an_error
 T-I6

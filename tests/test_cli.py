@@ -530,9 +530,15 @@ def test_an_unknown_option_is_an_error_of_every_command(command: str) -> None:
     assert_refused(run(command, "--not-an-option"), "--not-an-option")
 
 
-def test_an_option_without_a_command_is_an_error() -> None:
-    """The short form begins with the prompt."""
-    assert_refused(run("--json", PROMPT), "--json")
+def test_an_option_may_come_before_the_prompt_in_the_short_form(folders: dict[str, Path]) -> None:
+    """Without a command, everything belongs to `generate`."""
+    found = run("--json", "-n", 4, "-m", folders["target"], PROMPT)
+    assert found.code == 0 and json.loads(found.out)["outpace"]["stats"]["num_new_tokens"] == 4
+
+
+def test_the_version_is_the_packages() -> None:
+    """`--version` prints it alone."""
+    assert run("--version").out.strip() == importlib.metadata.version("outpace")
 
 
 def test_our_own_bugs_keep_their_traceback_and_ask_for_a_report(

@@ -26,8 +26,8 @@ app.command()(doctor)
 _COMMANDS = ("generate", "verify", "doctor")
 
 
-@app.callback()
-def options(
+@app.callback(invoke_without_command=True)
+def _top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
 ) -> None:
     """Decode Hugging Face language models faster, with exactly the text they would have written."""
