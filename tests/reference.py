@@ -8,6 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 import outpace
 from outpace.drafters.model import ModelDrafter
@@ -18,7 +20,10 @@ from outpace.testing.tokenizers import tiny_tokenizer
 
 ONE, REPEATED, MIXED = PROMPTS
 MIN_MARGIN = 1e-4
-STATE_FAMILIES = ("lfm2", "mamba2", "qwen3_next")  # chains only, snapshots
+# Chains only, with snapshots of their states. Older versions of transformers have no `cache` argument in Mamba2 and are
+# wrong about several tokens over an LFM2 cache; both are refused there.
+_IS_NEW = Version(transformers.__version__) >= Version("5.24")
+STATE_FAMILIES = ("lfm2", "mamba2", "qwen3_next") if _IS_NEW else ("qwen3_next",)
 TREE_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt", "mixtral", "qwen3_moe"),
     *("gpt-oss", "smollm3"),

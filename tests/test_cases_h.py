@@ -164,7 +164,7 @@ def test_a_model_whose_state_cannot_be_checked_in_one_pass_is_refused() -> None:
     for draft in (False, True):
         with pytest.raises(LoadError) as error:
             if draft:
-                outpace.load(tiny_model("mamba2"), draft_model=tiny_model("mamba"))
+                outpace.load(tiny_model("llama"), draft_model=tiny_model("mamba"))
             else:
                 outpace.load(tiny_model("mamba"))
         assert "transformers' own generate" in str(error.value) and "\n" not in str(error.value)

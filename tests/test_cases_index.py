@@ -1,5 +1,9 @@
 """Which tests cover which case of real users' failures. A test's docstring names its case.
 
+Not here: structured output (E), which is not offered; HTTP and the command line (J and parts of B to F, I, K); settings
+per request (K8); devices and quantised models (L, but for a draft that overflows); speed (M); training (N); requests as
+checks (O).
+
 T-A1
     test_cases_a::test_greedy_text_is_that_of_transformers_with_every_way_of_drafting
     test_cases_a::test_greedy_text_is_that_of_transformers_for_every_family
