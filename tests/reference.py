@@ -55,7 +55,7 @@ def other(family: str) -> Any:
 
 def sure(family: str, width: int = 1) -> ModelDrafter:
     """The model as its own draft, which goes on however unsure it is: all of its greedy drafts are right."""
-    return ModelDrafter(Target(itself(family)), 512, 512, width, min_value=0.0)
+    return ModelDrafter(Target(itself(family)), 512, 512, width, confidence_threshold=0.0)
 
 
 def plain(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:

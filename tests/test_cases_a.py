@@ -177,8 +177,8 @@ class WatchedDrafter(ModelDrafter):
         return logits
 
 
-def watched(draft: Any, width: int, min_value: float = 0.0) -> WatchedDrafter:
-    return WatchedDrafter(Target(draft), 512, 512, width, min_value)
+def watched(draft: Any, width: int, confidence_threshold: float = 0.0) -> WatchedDrafter:
+    return WatchedDrafter(Target(draft), 512, 512, width, confidence_threshold)
 
 
 def run_watched(engine: outpace.Engine, sessions: Sequence[Session]) -> None:

@@ -108,7 +108,7 @@ def test_the_last_positions_can_be_used_to_the_end(method: str) -> None:
         if method in ("itself", "noisy", "noisy trees", "other", "other trees"):
             draft: dict[str, Any] = {"draft_model": with_noise(target, 0.05), "width": 3 if "trees" in method else 1}
         elif method == "sure":
-            draft = {"drafter": ModelDrafter(Target(target), 512, 512, 1, min_value=0.0)}
+            draft = {"drafter": ModelDrafter(Target(target), 512, 512, 1, confidence_threshold=0.0)}
         else:
             draft = METHODS[method](family, [(*prompt, *plain(target, prompt, 4))])
         found = outpace.load(target, **draft, k=16)

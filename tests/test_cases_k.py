@@ -78,7 +78,7 @@ def test_forty_tokens_take_forty_over_k_plus_one_passes_of_the_target(k: int, nu
 def test_a_draft_model_is_asked_once_per_drafted_token() -> None:
     """T-K1: a round of K drafts costs the draft model K passes for all rows together, and no round an extra one."""
     target, draft = tiny_model("llama"), tiny_model("llama")
-    found = outpace.load(target, drafter=ModelDrafter(Target(draft), 512, 512, 1, min_value=0.0), k=5)
+    found = outpace.load(target, drafter=ModelDrafter(Target(draft), 512, 512, 1, confidence_threshold=0.0), k=5)
     passes = Passes(draft)
     for prompts in ([MIXED], [MIXED, REPEATED]):
         passes.count = 0

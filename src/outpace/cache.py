@@ -129,7 +129,14 @@ class RaggedLayer(CacheLayerMixin):
             if buffer is not None:
                 buffer[row, :, target : target + source.shape[0]] = buffer[row, :, source.to(buffer.device)]
 
+    def wipe_row(self, row: int) -> None:
+        """What an earlier row left in this place must not stay: a masked column that is not a number spreads."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None and row < buffer.shape[0]:
+                buffer[row] = 0
+
     def move_row(self, source: int, target: int, columns: int) -> None:
+        self.wipe_row(target)
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0]:
                 buffer[target, :, :columns] = buffer[source, :, :columns]
@@ -167,6 +174,8 @@ class RaggedCache:
     def add_row(self) -> int:
         self.lengths.append(0)
         self._window.num_rows = len(self.lengths)
+        for layer in self._ragged:
+            layer.wipe_row(len(self.lengths) - 1)
         return len(self.lengths) - 1
 
     def drop_row(self, row: int) -> None:

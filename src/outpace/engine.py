@@ -38,10 +38,11 @@ class EngineOptions:
     prefill_chunk: int = 512
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 0), ("prefill_chunk", 1)):
+        for name in ("k", "prefill_chunk"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 4096:
-                raise InputError(f"{name} must be a whole number from {least} to 4096, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
+                remedy = " Use drafter='none' for plain decoding." if name == "k" else ""
+                raise InputError(f"{name} must be a whole number from 1 to 4096, got {value!r}.{remedy}")
         if self.acceptance not in ACCEPTANCES:
             raise InputError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, got {self.acceptance!r}.")
 

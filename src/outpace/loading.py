@@ -43,6 +43,7 @@ def load(
     draft_tokenizer: Any = None,
     k: int = 8,
     width: int = 1,
+    confidence_threshold: float = 0.2,
     acceptance: Acceptance = "coupled",
     prefill_chunk: int = 512,
     dtype: str = "auto",
@@ -55,6 +56,7 @@ def load(
     tokenizer: for a model object; without one the engine takes and gives token ids only.
     drafter: one of DRAFTERS or an object with the Drafter protocol; by default "model" when draft_model is given, else
     "suffix". draft_model: as `model`. k: most drafted tokens per round; width: branches of a draft model's tree.
+    confidence_threshold: a draft model goes no deeper where a path is accepted with less than this probability.
     acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
     elsewhere. device: of models that are loaded here; by default a GPU where there is one.
 
@@ -74,12 +76,12 @@ def load(
     target.can_tree = capabilities.can_tree
     if draft_model is not None:
         chosen: Drafter = _model_drafter(
-            target, tokenizer, draft_model, draft_tokenizer, width, dtype, device, progress
+            target, tokenizer, draft_model, draft_tokenizer, width, confidence_threshold, dtype, device, progress
         )
     elif isinstance(drafter, str) or drafter is None:
         plain: dict[str, Callable[[], Drafter]] = {
             "suffix": SuffixDrafter,
-            "lookup": lambda: SuffixDrafter(growth=None, name="lookup"),
+            "lookup": lambda: SuffixDrafter(min_match=1, growth=None, name="lookup"),
             "none": NoDrafter,
         }
         chosen = plain[name]()
@@ -152,6 +154,7 @@ def _model_drafter(
     draft_model: Any,
     draft_tokenizer: Any,
     width: int,
+    confidence_threshold: float,
     dtype: str,
     device: str | None,
     progress: models.Progress | None,
@@ -164,7 +167,7 @@ def _model_drafter(
     if width > 1 and not (target.can_tree and draft_target.can_tree):
         raise InputError(f"width={width} asks for trees, and one of the models can only take chains. Leave width at 1.")
     num_tokens = check_vocabulary(tokenizer, draft_tokenizer, target.vocab_size, draft_target.vocab_size)
-    return ModelDrafter(draft_target, target.vocab_size, num_tokens, width)
+    return ModelDrafter(draft_target, target.vocab_size, num_tokens, width, confidence_threshold)
 
 
 def _origin(model: Any) -> object:

@@ -150,6 +150,7 @@ class Session:
         self.tokens.append(token)
         self.stats.num_new_tokens += 1
         if self._text is not None:
+            self._reserve(len(self.tokens))
             self._text[0, len(self.tokens) - 1] = token
         if token in self.end_ids:
             self.finish_reason, self.stop_reason = "stop", token
@@ -166,13 +167,17 @@ class Session:
     def text_ids(self, device: torch.device, drafts: Sequence[int] = ()) -> Tensor:
         """[1, length] int64: the text so far, followed by drafts that are not committed, for logits processors."""
         if self._text is None:
-            self._text = torch.zeros(1, self.num_prompt_tokens + self.params.max_new_tokens + 1, dtype=torch.int64)
-            self._text = self._text.to(device)
-            self._text[0, : len(self.tokens)] = torch.tensor(self.tokens)
+            self._text = torch.tensor([self.tokens], device=device)
         length = len(self.tokens) + len(drafts)
+        self._reserve(length)
         if drafts:
             self._text[0, len(self.tokens) : length] = torch.tensor(drafts)
         return self._text[:, :length]
+
+    def _reserve(self, length: int) -> None:
+        """Room for `length` ids in the tensor of the text."""
+        if self._text is not None and self._text.shape[1] < length:
+            self._text = torch.nn.functional.pad(self._text, (0, length))
 
     def take_pieces(self) -> str:
         """The text that became final since the last call."""

@@ -15,6 +15,7 @@ from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
     AcceptanceOption,
+    ConfidenceThreshold,
     Device,
     DrafterOption,
     DraftModel,
@@ -39,6 +40,7 @@ def generate(
     drafter: DrafterOption = None,
     k: K = 8,
     width: Width = 1,
+    confidence_threshold: ConfidenceThreshold = 0.2,
     acceptance: AcceptanceOption = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.top_p,
@@ -74,7 +76,7 @@ def generate(
         stop=tuple(stop or ()),
     )
     text = _read_prompt(prompt)
-    engine = load_engine(model, draft_model, drafter, k, width, acceptance, dtype, device)
+    engine = load_engine(model, draft_model, drafter, k, width, confidence_threshold, acceptance, dtype, device)
     request = as_prompt(engine, text, chat, system)
     if compare:  # neither run should pay for the process's first forwards
         for warm in (engine, engine.without_drafts()):

@@ -34,6 +34,9 @@ DrafterOption = Annotated[
 ]
 K = Annotated[int, typer.Option("--k", help="Most drafted tokens per pass.")]
 Width = Annotated[int, typer.Option(help="Branches of a draft model's tree; 1 drafts chains.")]
+ConfidenceThreshold = Annotated[
+    float, typer.Option(help="A draft model goes no deeper where it expects acceptance below this.")
+]
 AcceptanceOption = Annotated[
     Acceptance,
     typer.Option(
@@ -53,6 +56,7 @@ def load_engine(
     drafter: DrafterName | None,
     k: int,
     width: int,
+    confidence_threshold: float,
     acceptance: Acceptance,
     dtype: DtypeName,
     device: str | None,
@@ -66,6 +70,7 @@ def load_engine(
             draft_model=draft_model,
             k=k,
             width=width,
+            confidence_threshold=confidence_threshold,
             acceptance=acceptance,
             dtype=dtype,
             device=device,

@@ -18,6 +18,7 @@ from ..prompts import BUILT_IN, NamedPrompt, read_prompts
 from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
+    ConfidenceThreshold,
     Device,
     DrafterOption,
     DraftModel,
@@ -39,6 +40,7 @@ def verify(
     drafter: DrafterOption = None,
     k: K = 8,
     width: Width = 1,
+    confidence_threshold: ConfidenceThreshold = 0.2,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
@@ -62,7 +64,7 @@ def verify(
     base = SamplingParams(max_new_tokens=max_new_tokens)
     sampled = replace(base, temperature=temperature, top_p=top_p)
     settings = [("greedy", base), *((f"seed {seed}", replace(sampled, seed=seed)) for seed in range(seeds))]
-    engine = load_engine(model, draft_model, drafter, k, width, "coupled", dtype, device)
+    engine = load_engine(model, draft_model, drafter, k, width, confidence_threshold, "coupled", dtype, device)
     rounding = _measure(engine, chosen[0], max_new_tokens)
     kept: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -59,23 +59,25 @@ class _Draft:
 class ModelDrafter:
     """A chain (width 1) or a tree from a draft model.
 
-    width: branches per expanded node and nodes expanded per depth. min_value: a path is not drafted further once the
-    estimated probability that all of it is accepted falls below this. num_tokens: drafted ids stay below it (the
-    number of tokens that both models share). vocab_size: of the target.
+    vocab_size: of the target. num_tokens: drafted ids stay below it (the tokens that both models share). width:
+    branches per expanded node and nodes expanded per depth. confidence_threshold: a path is not drafted further once
+    the estimated probability that all of it is accepted falls below this.
     """
 
     name = "model"
 
-    def __init__(self, draft: Target, vocab_size: int, num_tokens: int, width: int = 1, min_value: float = 0.2) -> None:
+    def __init__(
+        self, draft: Target, vocab_size: int, num_tokens: int, width: int = 1, confidence_threshold: float = 0.2
+    ) -> None:
         if width < 1:
             raise InputError(f"width must be 1 (chains) or larger, got {width!r}.")
-        if not 0 <= min_value < 1:
-            raise InputError(f"min_value must be at least 0 and below 1, got {min_value!r}.")
+        if not 0 <= confidence_threshold < 1:
+            raise InputError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}.")
         self._draft = draft
         self._vocab_size = vocab_size
         self._num_tokens = min(num_tokens, vocab_size, draft.vocab_size)
         self._width = width
-        self._min_value = min_value
+        self._threshold = confidence_threshold
         self._cache: Cache = draft.new_cache()
         self._drafts: dict[int, _Draft] = {}
         self._warned = False
@@ -183,10 +185,10 @@ class ModelDrafter:
             # Which nodes exist must not depend on the values of sampled siblings: only a chain may stop early.
             if len(draft.nodes) + len(found) > budget.nodes:
                 return []
-            return found if len(found) > 1 else [i for i in found if draft.nodes[i].value >= self._min_value]
+            return found if len(found) > 1 else [i for i in found if draft.nodes[i].value >= self._threshold]
         best = sorted((node.value for node in draft.nodes), reverse=True)
         worst_kept = best[budget.nodes - 1] if len(best) >= budget.nodes else 0.0
-        worth = [i for i in found if draft.nodes[i].value >= max(self._min_value, worst_kept)]
+        worth = [i for i in found if draft.nodes[i].value >= max(self._threshold, worst_kept)]
         return sorted(worth, key=lambda i: -draft.nodes[i].value)[: self._width if budget.can_branch else 1]
 
     def _deepen(self, work: Sequence[tuple[Session, Budget, list[int]]]) -> None:

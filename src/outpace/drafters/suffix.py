@@ -104,7 +104,7 @@ class SuffixDrafter:
     the budget allows, which with min_match 1 is classical prompt lookup.
     """
 
-    def __init__(self, min_match: int = 1, growth: float | None = 1.0, name: str = "suffix") -> None:
+    def __init__(self, min_match: int = 2, growth: float | None = 2.0, name: str = "suffix") -> None:
         if min_match < 1:
             raise InputError(f"min_match must be 1 or larger, got {min_match!r}.")
         if growth is not None and growth <= 0:
