@@ -42,7 +42,6 @@ T-B7
     test_cases_drafters::test_a_broken_drafter_does_not_change_a_sampled_text
 T-B8
     test_cases_b::test_temperature_zero_and_next_to_zero_are_greedy
-    test_cases_b::test_the_smallest_temperature_is_greedy
     test_cases_b::test_a_temperature_that_is_none_is_refused
 T-B11
     test_cases_b::test_copies_of_a_prompt_are_independent_samples
@@ -67,7 +66,7 @@ T-C7
     test_cases_c::test_a_model_without_end_and_padding_tokens_decodes
 T-C10
     test_cases_c::test_a_draft_length_that_makes_no_sense_is_refused
-    test_cases_c::test_a_draft_length_of_zero_is_plain_decoding
+    test_cases_c::test_a_draft_length_of_zero_is_refused_with_the_way_to_plain_decoding
     test_cases_c::test_a_width_that_makes_no_sense_is_refused
     test_cases_c::test_a_setting_that_makes_no_sense_is_refused_by_its_name
     test_cases_c::test_ids_outside_the_vocabulary_are_refused

@@ -59,7 +59,7 @@ class Passes:
         self.count += 1
 
 
-@pytest.mark.parametrize(("k", "num_passes"), [(1, 20), (5, 7), (20, 2), (39, 1), (0, 40)])
+@pytest.mark.parametrize(("k", "num_passes"), [(1, 20), (5, 7), (20, 2), (39, 1)])
 def test_forty_tokens_take_forty_over_k_plus_one_passes_of_the_target(k: int, num_passes: int) -> None:
     """T-K1: with drafts that are all right, of a model, of an oracle, alone and in a batch; the prompt costs none."""
     target = tiny_model("llama")

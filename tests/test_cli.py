@@ -46,6 +46,12 @@ CHAT = [{"role": "user", "content": PROMPT}]
 
 # --------------------------------------------------------------------------------------------------
 # Running commands
+# Older versions of transformers have no cache argument in Mamba at all.
+MAMBA_REASON = (
+    "forward of several tokens"
+    if "cache" in inspect.signature(transformers.MambaForCausalLM.forward).parameters
+    else "takes no key/value cache"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,9 +261,9 @@ def test_json_is_one_object_with_the_result_and_its_stats(
     assert stats["decode_tokens_per_second"] > 0 and stats["is_lossless"] is True
 
 
-@pytest.mark.parametrize("k", [0, 1, 5])
+@pytest.mark.parametrize("k", [1, 5])
 def test_k_from_the_command_line_is_k_of_the_library(k: int, folders: dict[str, Path]) -> None:
-    """As many target passes as in the library; k 0 drafts nothing, which is plain decoding."""
+    """As many target passes as in the library."""
     drafts = ("--draft-model", folders["noisy"], "--k", k)
     result = read(run("generate", PROMPT, "-m", folders["target"], "-n", 30, "--json", *drafts))["outpace"]
     library = outpace.load(folders["target"], draft_model=folders["noisy"], k=k)
@@ -266,10 +272,7 @@ def test_k_from_the_command_line_is_k_of_the_library(k: int, folders: dict[str, 
     assert result["stats"]["num_verifications"] == expected.stats.num_verifications
     assert result["stats"]["drafter"] == "model"
     assert len(result["stats"]["drafted_by_depth"]) <= k
-    if k == 0:
-        assert (result["stats"]["num_drafted_tokens"], result["stats"]["num_verifications"]) == (0, 30)
-    else:
-        assert result["stats"]["num_accepted_tokens"] >= 5 and result["stats"]["num_rejected_tokens"] >= 5
+    assert result["stats"]["num_accepted_tokens"] >= 5 and result["stats"]["num_rejected_tokens"] >= 5
 
 
 @pytest.mark.parametrize("drafts", [(), ("--drafter", "lookup"), ("--drafter", "none"), ("--draft-model", "--width")])
@@ -425,6 +428,7 @@ def test_failed_drafts_are_told_and_change_nothing(
 
 BAD_VALUES: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (("--k", -1), ("k must be", "-1")),
+    (("--k", 0), ("k must be", "drafter='none'")),
     (("--k", 10**6), ("k must be", "1000000", "4096")),
     (("--k", "abc"), ("--k",)),
     (("--k", "1.5"), ("--k",)),
@@ -489,7 +493,7 @@ def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_decoded_exactly_is_refused(folders: dict[str, Path]) -> None:
     """mamba gives wrong scores for several tokens over a state: refused before the first token, with the reason."""
-    named = ("forward of several tokens", "transformers' own generate")
+    named = (MAMBA_REASON, "transformers' own generate")
     assert_refused(run("generate", PROMPT, "-m", folders["mamba"]), *named)
     assert_refused(run("verify", folders["mamba"]), *named)
 
@@ -812,9 +816,9 @@ def test_doctor_says_why_a_model_is_refused(folders: dict[str, Path]) -> None:
     """mamba: refused, with the reason that generate gives. A diagnosis is an answer: status 0."""
     found = run("doctor", folders["mamba"])
     page = _words(found.out)
-    assert found.code == 0 and "refused" in page and "forward of several tokens" in page
+    assert found.code == 0 and "refused" in page and MAMBA_REASON in page
     checked = read(run("doctor", folders["mamba"], "--json"))["checked model"]
-    assert checked["verdict"] == "refused" and "forward of several tokens" in checked["reasons"][0]
+    assert checked["verdict"] == "refused" and MAMBA_REASON in checked["reasons"][0]
     missing = read(run("doctor", "/no/such/model", "--json"))["checked model"]
     assert missing["verdict"] == "refused" and "/no/such/model" in missing["reasons"][0]
 

@@ -71,7 +71,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _number("temperature", self.temperature, lambda x: x == 0 or x >= 1e-20, "0 (greedy), or 1e-20 or larger")
+        _number("temperature", self.temperature, lambda x: x == 0 or x >= 1e-30, "0 (greedy), or 1e-30 or larger")
         _number("top_p", self.top_p, lambda x: 0 < x <= 1, "above 0 and at most 1 (1 = off)")
         _integer("top_k", self.top_k, 0, "0 (off) or larger")
         _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "between 0 (off) and 1")
