@@ -7,7 +7,7 @@
 # Needs Python 3.11 or newer and make. PYTHON and PROMPT may be set: make demo PYTHON=python3.12 PROMPT="Why is the sky blue?"
 
 PYTHON ?= python3
-PROMPT ?= Rewrite this text with correct spelling: The quik brown fox jumps ovr the lazy dog. The lazy dog does not mind the quik brown fox. They play in the gardn until the sun gos down.
+PROMPT ?= Rewrite this text with correct spelling: 'The quik brown fox jumps ovr the lazy dog. The lazy dog does not mind the quik brown fox. They play in the gardn until the sun gos down.'
 export PROMPT
 
 TORCH := torch==2.13.0

@@ -74,6 +74,7 @@ def load(
     target = Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
+    _name_unused_defaults(target_model)
     if draft_model is not None:
         chosen: Drafter = _model_drafter(
             target, tokenizer, draft_model, draft_tokenizer, width, confidence_threshold, dtype, device, progress
@@ -212,6 +213,36 @@ def check_vocabulary(tokenizer: Any, draft_tokenizer: Any, vocab_size: int, draf
             "model of the same family, or drafter='suffix', which needs none."
         )
     return shared
+
+
+# What a generation config may set that changes even greedy text, with the value that changes nothing.
+_NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+
+
+def _name_unused_defaults(model: Any) -> None:
+    """Settings come from SamplingParams alone: say which defaults of the model's generation config that leaves out."""
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in _NEUTRAL}
+    unused = {name: value for name, value in found.items() if value is not None and value != _NEUTRAL[name]}
+    if unused:
+        settings = ", ".join(f"{name}={value!r}" for name, value in unused.items())
+        _log.warning(
+            "The model's generation config sets %s, which transformers' generate applies by default. Here settings "
+            "come from SamplingParams alone: give them there, or as logits_processors, if you want them.",
+            settings,
+        )
 
 
 def _end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
