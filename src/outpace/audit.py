@@ -53,7 +53,7 @@ class Comparison:
 def compare(engine: Engine, prompt: Prompt, params: SamplingParams, rounding: float) -> Comparison:
     """Decode with and without drafts under one seed. rounding: see `measure_rounding`."""
     speculative = engine.generate(prompt, params)
-    plain = engine.without_drafts().generate(prompt, _with_seed(params, speculative.seed))
+    plain = engine.without_drafts().generate(prompt, replace(params, seed=speculative.seed))
     return Comparison(plain, speculative, find_difference(engine, plain, speculative, params, rounding))
 
 
@@ -87,8 +87,7 @@ def _end_difference(plain: Result, speculative: Result) -> Difference:
 def _scores(engine: Engine, text: Sequence[int], params: SamplingParams, prompt_length: int) -> Tensor:
     """[vocab] processed logits after `text`, from a plain forward. Stateful processors are not asked again."""
     logits = _plain_logits(engine.target, text, 1)[0]
-    end_ids = (*(() if params.ignore_eos else engine.end_ids), *params.stop_token_ids)
-    own = sampling.build_processors(params, prompt_length, end_ids, logits.device)
+    own = sampling.build_processors(params, prompt_length, params.ends(engine.end_ids), logits.device)
     pure = [processor for processor in own if sampling.is_prefix_pure(processor)]
     return sampling.process(logits, pure, torch.tensor([list(text)], device=logits.device))
 
@@ -115,10 +114,6 @@ def _distance_to_cut(scores: Tensor, params: SamplingParams, token: int) -> floa
     if params.min_p > 0:
         distances.append(abs(float(own - scores.max()) - math.log(params.min_p)))
     return min(distances)
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return replace(params, seed=seed)
 
 
 def measure_rounding(target: Target, text: Sequence[int], block: int = 8, num_blocks: int = 4) -> float:
@@ -154,9 +149,8 @@ def _feed(target: Target, cache: Cache, row: int, tokens: Sequence[int], num_log
     """Commit tokens to a row, in chunks; the logits of the last `num_logits` of them."""
     logits = torch.empty(0)
     for begin in range(0, len(tokens), 512):
-        part = tuple(tokens[begin : begin + 512])
-        parents = tuple(range(-1, len(part) - 1))
-        (output,) = target.forward(cache, [Block(row, part, parents, num_logits=min(num_logits, len(part)))])
+        part = tokens[begin : begin + 512]
+        (output,) = target.forward(cache, [Block.chain(row, part, num_logits=min(num_logits, len(part)))])
         cache.keep(row, range(len(part)))
         logits = output.logits
     return logits.to(torch.float32)

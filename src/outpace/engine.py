@@ -256,8 +256,8 @@ class Engine:
                 fed = tree.after(uncached)
                 blocks.append(Block(session.row, fed.tokens, fed.parents, num_logits=len(tree)))
             else:
-                chunk = tuple(uncached[: self.options.prefill_chunk])
-                blocks.append(Block(session.row, chunk, tuple(range(-1, len(chunk) - 1)), num_logits=0))
+                chunk = uncached[: self.options.prefill_chunk]
+                blocks.append(Block.chain(session.row, chunk, num_logits=0))
         outputs = self.target.forward(self._cache, blocks)
         for session, block, output in zip(active, blocks, outputs, strict=True):
             if session.id not in trees:

@@ -115,7 +115,7 @@ def _single_steps(target: Target, context: Sequence[int], path: Sequence[int]) -
 
 def _feed(target: Target, cache: Cache, row: int, tokens: Sequence[int]) -> Tensor:
     """Commit tokens to a row; [1, vocab] the scores after the last one."""
-    (output,) = target.forward(cache, [Block(row, tuple(tokens), tuple(range(-1, len(tokens) - 1)))])
+    (output,) = target.forward(cache, [Block.chain(row, tokens)])
     cache.keep(row, range(len(tokens)))
     return output.logits
 

@@ -50,7 +50,7 @@ class Requests:
             raise InputError(f"Token id {bad[0]} is not in the model's vocabulary of {self.target.vocab_size}.")
         if self.tokenizer is None and params.stop:
             raise InputError("stop strings need a tokenizer, and this engine has none. Pass tokenizer= to load().")
-        end_ids = (*(() if params.ignore_eos else self.end_ids), *params.stop_token_ids)
+        end_ids = params.ends(self.end_ids)
         processors = sampling.build_processors(params, len(tokens), end_ids, self.target.device)
         if self.acceptance != "coupled" and not params.is_greedy:
             for processor in processors:

@@ -102,6 +102,10 @@ class SamplingParams:
             if not callable(processor):
                 raise InputError(f"logits_processors must hold callables, got {processor!r}.")
 
+    def ends(self, model_end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The token ids that end this request's text: the model's, unless ignored, and its own."""
+        return (*(() if self.ignore_eos else model_end_ids), *self.stop_token_ids)
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0

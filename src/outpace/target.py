@@ -35,6 +35,11 @@ class Block:
     first: int = 0
     num_logits: int = 1
 
+    @staticmethod
+    def chain(row: int, tokens: Sequence[int], num_logits: int = 1) -> Block:
+        """A block in which every token follows the one before: committed text that the cache does not hold yet."""
+        return Block(row, tuple(tokens), tuple(range(-1, len(tokens) - 1)), num_logits=num_logits)
+
     @property
     def num_new(self) -> int:
         return len(self.tokens) - self.first

@@ -138,16 +138,13 @@ class ModelDrafter:
                 start = self._cache.lengths[row]
                 chunk = session.tokens[start : start + _PREFILL_CHUNK]
                 ends.append(start + len(chunk) == len(session.tokens))
-                blocks.append(self._chain_block(row, chunk))
+                blocks.append(Block.chain(row, self._known(chunk)))
             outputs = self._draft.forward(self._cache, blocks)
             for session, block, output, is_end in zip(waiting, blocks, outputs, ends, strict=True):
                 self._cache.keep(block.row, range(len(block.tokens)))
                 if is_end:
                     logits[session.id] = output.logits[-1]
         return logits
-
-    def _chain_block(self, row: int, tokens: Sequence[int]) -> Block:
-        return Block(row, self._known(tokens), tuple(range(-1, len(tokens) - 1)))
 
     def _known(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens, with 0 for ids that the draft model has no embedding for (a draft may be wrong)."""
