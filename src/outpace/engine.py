@@ -25,6 +25,8 @@ from .session import Session, Stats, TokenLogprob
 from .target import Block, Target
 from .tree import TokenTree
 
+DEFAULT_K = 8
+
 _log = logging.getLogger("outpace")
 
 
@@ -33,7 +35,7 @@ class EngineOptions:
     """k: most drafted tokens per round. acceptance: "coupled" (seed-exact), "rejection" (exact in distribution) or
     "typical" (NOT lossless). prefill_chunk: prompt tokens per forward, which bounds the memory of long prompts."""
 
-    k: int = 8
+    k: int = DEFAULT_K
     acceptance: Acceptance = "coupled"
     prefill_chunk: int = 512
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from . import models
 from .accept import Acceptance
 from .drafters.base import Drafter, NoDrafter
-from .drafters.model import ModelDrafter
+from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter
 from .drafters.suffix import SuffixDrafter
-from .engine import Engine, EngineOptions
+from .engine import DEFAULT_K, Engine, EngineOptions
 from .errors import InputError, LoadError
 from .probe import probe
 from .target import Target
@@ -41,9 +41,9 @@ def load(
     drafter: str | Drafter | None = None,
     draft_model: Any = None,
     draft_tokenizer: Any = None,
-    k: int = 8,
+    k: int = DEFAULT_K,
     width: int = 1,
-    confidence_threshold: float = 0.2,
+    confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     acceptance: Acceptance = "coupled",
     prefill_chunk: int = 512,
     dtype: str = "auto",

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from .. import audit, session
-from ..engine import Engine, Result
+from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
+from ..engine import DEFAULT_K, Engine, Result
 from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
@@ -38,9 +39,9 @@ def generate(
     model: Model = None,
     draft_model: DraftModel = None,
     drafter: DrafterOption = None,
-    k: K = 8,
+    k: K = DEFAULT_K,
     width: Width = 1,
-    confidence_threshold: ConfidenceThreshold = 0.2,
+    confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
     acceptance: AcceptanceOption = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.top_p,

@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import audit
-from ..engine import Engine
+from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
+from ..engine import DEFAULT_K, Engine
 from ..prompts import BUILT_IN, NamedPrompt, read_prompts
 from ..request import Prompt
 from ..sampling import SamplingParams
@@ -38,9 +39,9 @@ def verify(
     ] = None,
     draft_model: DraftModel = None,
     drafter: DrafterOption = None,
-    k: K = 8,
+    k: K = DEFAULT_K,
     width: Width = 1,
-    confidence_threshold: ConfidenceThreshold = 0.2,
+    confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),

@@ -22,6 +22,7 @@ from ..target import Block, Target
 from ..tree import TokenTree
 from .base import Budget
 
+DEFAULT_CONFIDENCE_THRESHOLD = 0.2
 _PREFILL_CHUNK = 512
 _log = logging.getLogger("outpace")
 
@@ -67,7 +68,12 @@ class ModelDrafter:
     name = "model"
 
     def __init__(
-        self, draft: Target, vocab_size: int, num_tokens: int, width: int = 1, confidence_threshold: float = 0.2
+        self,
+        draft: Target,
+        vocab_size: int,
+        num_tokens: int,
+        width: int = 1,
+        confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     ) -> None:
         if width < 1:
             raise InputError(f"width must be 1 (chains) or larger, got {width!r}.")
