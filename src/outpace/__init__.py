@@ -1,5 +1,6 @@
 """outpace: Hugging Face causal language models, decoded faster, with exactly the text they would have written."""
 
+from .dropin import Accelerated, accelerate
 from .engine import Chunk, Engine, EngineOptions, Result
 from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
 from .loading import load
@@ -7,6 +8,7 @@ from .sampling import SamplingParams
 from .session import Stats, TokenLogprob
 
 __all__ = [
+    "Accelerated",
     "Chunk",
     "DraftError",
     "Engine",
@@ -20,5 +22,6 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "TokenLogprob",
+    "accelerate",
     "load",
 ]

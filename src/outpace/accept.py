@@ -54,9 +54,9 @@ def _chooser(session: Session, logits: Tensor) -> Callable[[int], int]:
     """node -> the token of plain decoding there; asked in order, once per committed token."""
     params, processors = session.params, session.processors
     if params.is_greedy and not processors and params.logprobs is None:
-        scores, tokens = logits.max(-1)
-        if bool(scores.isfinite().all()):
-            return tokens.tolist().__getitem__
+        tokens = sampling.greedy_tokens(logits)
+        if tokens is not None:
+            return tokens.__getitem__
 
     def choose(node: int) -> int:
         text = session.text_ids(logits.device) if processors else None

@@ -1,10 +1,4 @@
-"""The ragged key/value cache. The only file that touches transformers' cache classes.
-
-Every row has its own length. A forward writes the nodes of row r behind its committed columns and returns views of
-preallocated buffers; `keep` moves the columns of the accepted path to the front of that block and sets the length.
-No holes, no left padding, no copy of the context.
-
-    columns of a row:  | committed: length | open block: nodes of the tree | free ... capacity |
+"""The cache of a model: key/value rows for attention, states for recurrence. What a model's layers allow decides.
 
 Layers with recurrent or convolution state cannot give up a tail. `StateCache` snapshots their state before a block
 and, when only a part of it is kept, goes back to the snapshot: the row's length then stays where it was and the
@@ -18,27 +12,29 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache as HFCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .errors import LoadError
+from .errors import InputError, LoadError
+from .ragged import Columns, RaggedCache, RaggedLayer, Window
 
-_MIN_CAPACITY = 256
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class Cache(Protocol):
     """What the engine and the target need of a cache.
 
     lengths: committed columns of each row. can_gather: any path of a tree may be kept. can_crop: a block may be kept
-    in part. can_batch: several rows may go through one forward.
+    in part. can_batch: several rows may go through one forward. can_copy: rows can be read and set from outside.
     """
 
     lengths: list[int]
     can_gather: bool
     can_crop: bool
     can_batch: bool
+    can_copy: bool
 
     def add_row(self) -> int:
         """A new empty row; its index is the number of rows before."""
@@ -56,167 +52,19 @@ class Cache(Protocol):
         """Keep the given nodes of the row's block (increasing indices) and drop its other nodes."""
         ...
 
+    def columns(self, row: int) -> Columns:
+        """A copy of the row's keys and values; only where `can_copy`."""
+        ...
 
-@dataclass(slots=True)
-class _Window:
-    """The part of the buffers that the running forward reads and writes, shared by all layers of a cache."""
-
-    num_rows: int = 0  # rows of the whole cache
-    rows: slice | Tensor = field(default_factory=lambda: slice(0, 0))
-    starts: tuple[int, ...] = ()
-    num_nodes: int = 0
-    end: int = 0  # columns that attention sees
-    scatter: tuple[Tensor, Tensor] | None = None  # (rows [rows, 1], columns [rows, nodes]) when starts differ
-
-    def scatter_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The scatter indices on a device; copied there once per forward."""
-        assert self.scatter is not None, "the rows start at one column"
-        if self.scatter[0].device != device:
-            self.scatter = (self.scatter[0].to(device), self.scatter[1].to(device))
-        return self.scatter
-
-
-class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one attention layer: [rows, heads, capacity, head dim] buffers that grow by doubling."""
-
-    is_sliding = False  # windows are enforced by the mask; the buffer keeps everything
-    is_croppable = False  # rows are cropped by `RaggedCache.keep`, not by transformers
-
-    def __init__(self, window: _Window) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.window = window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = key_states.new_zeros(0, key_states.shape[1], 0, key_states.shape[3])
-        self.values = value_states.new_zeros(0, value_states.shape[1], 0, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the block of the open window; returns keys and values [rows, heads, end, head dim]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        window = self.window
-        assert self.keys is not None and self.values is not None
-        assert key_states.shape[2] == window.num_nodes, "the model changed the number of tokens"
-        if window.end > self.keys.shape[2] or window.num_rows > self.keys.shape[0]:
-            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _grown(self, buffer: Tensor) -> Tensor:
-        rows, heads, columns, dim = buffer.shape
-        if self.window.num_rows > rows:
-            rows = self.window.num_rows if rows == 0 else max(self.window.num_rows, 2 * rows)
-        if self.window.end > columns:
-            columns = max(_MIN_CAPACITY, self.window.end + self.window.end // 2)
-        # Zeros, not uninitialised memory: a masked column must still be a number.
-        grown = buffer.new_zeros(rows, heads, columns, dim)
-        grown[: buffer.shape[0], :, : buffer.shape[2]] = buffer
-        return grown
-
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        window = self.window
-        if window.scatter is None:
-            start = window.starts[0]
-            buffer[window.rows, :, start : start + window.num_nodes] = states
-        else:
-            rows, columns = window.scatter_on(buffer.device)
-            buffer[rows, :, columns] = states.transpose(1, 2)
-        return buffer[window.rows, :, : window.end]
-
-    def move(self, row: int, source: Tensor, target: int) -> None:
-        """Copy the columns `source` of a row to the columns from `target` on."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer[row, :, target : target + source.shape[0]] = buffer[row, :, source.to(buffer.device)]
-
-    def wipe_row(self, row: int) -> None:
-        """What an earlier row left in this place must not stay: a masked column that is not a number spreads."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None and row < buffer.shape[0]:
-                buffer[row] = 0
-
-    def move_row(self, source: int, target: int, columns: int) -> None:
-        self.wipe_row(target)
-        for buffer in (self.keys, self.values):
-            if buffer is not None and source < buffer.shape[0]:
-                buffer[target, :, :columns] = buffer[source, :, :columns]
-
-    def clear(self) -> None:
-        """Free the buffers; the next update makes new ones."""
-        self.keys = self.values = None
-        self.is_initialized = False
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self.window.starts[0] if self.window.starts else 0
-
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        return self.window.end, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name in older versions
-
-
-class RaggedCache:
-    """Rows of different lengths for models whose layers all keep keys and values per token."""
-
-    can_gather = can_crop = can_batch = True
-
-    def __init__(self, num_layers: int, passive_layers: dict[int, Any]) -> None:
-        """passive_layers: layer index -> transformers layer that holds nothing (shared or absent attention)."""
-        self.lengths: list[int] = []
-        self._window = _Window()
-        layers = [passive_layers.get(index) or RaggedLayer(self._window) for index in range(num_layers)]
-        self._ragged = [layer for layer in layers if isinstance(layer, RaggedLayer)]
-        self._hf = HFCache(layers=layers)
-
-    def add_row(self) -> int:
-        self.lengths.append(0)
-        self._window.num_rows = len(self.lengths)
-        for layer in self._ragged:
-            layer.wipe_row(len(self.lengths) - 1)
-        return len(self.lengths) - 1
-
-    def drop_row(self, row: int) -> None:
-        last = len(self.lengths) - 1
-        if last == 0:
-            for layer in self._ragged:
-                layer.clear()
-        elif row != last:
-            for layer in self._ragged:
-                layer.move_row(last, row, self.lengths[last])
-            self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        self._window.num_rows = last
-
-    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
-        window = self._window
-        first = rows[0]
-        is_range = list(rows) == list(range(first, first + len(rows)))
-        window.rows = slice(first, first + len(rows)) if is_range else torch.tensor(rows)
-        window.starts, window.num_nodes = tuple(starts), num_nodes
-        window.end = max(starts) + num_nodes
-        window.scatter = None
-        if len(set(starts)) > 1:
-            columns = torch.tensor(starts)[:, None] + torch.arange(num_nodes)
-            window.scatter = (torch.tensor(rows)[:, None], columns)
-        return self._hf
-
-    def keep(self, row: int, path: Sequence[int]) -> None:
-        length = self.lengths[row]
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        if in_place < len(path):
-            source = torch.tensor(path[in_place:]) + length
-            for layer in self._ragged:
-                layer.move(row, source, length + in_place)
-        self.lengths[row] = length + len(path)
+    def set_columns(self, row: int, columns: Columns) -> None:
+        """Make an empty row hold these keys and values; only where `can_copy`."""
+        ...
 
 
 class StateCache:
     """One transformers cache per row, for models with recurrent or convolution state. Chains only, one row a pass."""
 
-    can_gather = can_crop = can_batch = False
+    can_gather = can_crop = can_batch = can_copy = False
 
     def __init__(self, config: Any) -> None:
         self.lengths: list[int] = []
@@ -224,7 +72,7 @@ class StateCache:
         self._rows: list[_StateRow] = []
 
     def add_row(self) -> int:
-        window = _Window(num_rows=1, rows=slice(0, 1))
+        window = Window(num_rows=1, rows=slice(0, 1))
         layers = [
             layer if _has_state(layer) or not isinstance(layer, DynamicLayer) else RaggedLayer(window)
             for layer in _layers(self._config)
@@ -260,11 +108,17 @@ class StateCache:
             state.restore()
         state.is_open = False
 
+    def columns(self, row: int) -> Columns:
+        raise NotImplementedError("a state cannot be copied out as columns")
+
+    def set_columns(self, row: int, columns: Columns) -> None:
+        raise NotImplementedError("a state cannot be set from columns")
+
 
 @dataclass(slots=True)
 class _StateRow:
     hf: HFCache
-    window: _Window
+    window: Window
     stateful: list[Any]
     snapshot: list[dict[str, Any]] = field(default_factory=list)
     is_open: bool = False
@@ -329,6 +183,44 @@ def build_cache(config: Any) -> Cache:
         return StateCache(config)
     passive = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, DynamicLayer)}
     return RaggedCache(len(layers), passive)
+
+
+def read_columns(cache: Any, config: Any, row: int, padding: int) -> Columns:
+    """One row of a user's cache, without the columns of its left padding.
+
+    Layers with a sliding window have let go of old columns; zeros stand there, which no later token looks at.
+    Raises InputError for a cache whose layers keep something else than keys and values.
+    """
+    numbers = [i for i, layer in enumerate(_layers(config)) if isinstance(layer, DynamicLayer)]
+    layers = {i: layer for i, layer in enumerate(getattr(cache, "layers", ())) if i in numbers}
+    if len(layers) < len(numbers) or any(type(layer) not in _PLAIN_LAYERS for layer in layers.values()):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__} that cannot be gone on from: only a DynamicCache that this "
+            "model has filled can. Leave it out: the whole text is in input_ids and is read again."
+        )
+    length = cache.get_seq_length()
+    columns: Columns = {}
+    for number, layer in layers.items():
+        first = length - layer.keys.shape[2]  # above 0 where a window has let go
+        keys, values = (nn.functional.pad(x[row], (0, 0, first, 0)) for x in (layer.keys, layer.values))
+        columns[number] = (keys[:, padding:], values[:, padding:])
+    return columns
+
+
+def write_columns(cache: HFCache, rows: Sequence[Columns], paddings: Sequence[int]) -> None:
+    """Append to a cache what it does not hold yet of the rows, [left padding, columns, zeros] each."""
+    start = cache.get_seq_length()
+    for number in rows[0]:
+        both = []
+        for part in (0, 1):
+            states = [columns[number][part] for columns in rows]
+            end = max(x.shape[1] + padding for x, padding in zip(states, paddings, strict=True))
+            padded = [
+                nn.functional.pad(x, (0, 0, padding, end - padding - x.shape[1]))
+                for x, padding in zip(states, paddings, strict=True)
+            ]
+            both.append(torch.stack(padded)[:, :, start:])
+        cache.update(both[0], both[1], number)
 
 
 def _numbers(items: Sequence[int]) -> str:

@@ -7,16 +7,17 @@ Committed tokens that the cache does not hold yet (a prompt, tokens after a rewo
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from .accept import ACCEPTANCES, Acceptance, accept
 from .cache import Cache
 from .drafters.base import Budget, Drafter, NoDrafter
+from .drafting import Drafting
 from .errors import EngineError, InputError
 from .probe import Capabilities
 from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
@@ -24,10 +25,9 @@ from .sampling import SamplingParams
 from .session import Session, Stats, TokenLogprob
 from .target import Block, Target
 from .tree import TokenTree
+from .verify import Verdict
 
 DEFAULT_K = 8
-
-_log = logging.getLogger("outpace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,11 @@ class Engine:
     _rows: list[Session] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
     _is_stepping: bool = False
-    _warned: set[str] = field(default_factory=set)
+    _drafting: Drafting = field(init=False)
 
     def __post_init__(self) -> None:
         self._cache = self.target.new_cache()
+        self._drafting = Drafting(self.drafter, self.target.vocab_size)
         self.requests = Requests(self.target, self.tokenizer, self.end_ids, self.options.acceptance, self.drafter.name)
 
     # ---------------------------------------------------------------- for users
@@ -118,14 +119,9 @@ class Engine:
         prompts: Sequence[Any] = prompt if is_batch else [prompt]
         settings = per_prompt(params, len(prompts), is_batch)
         sessions = [self.requests.session(p, s, with_text=False) for p, s in zip(prompts, settings, strict=True)]
-        try:
-            self._join(sessions)
-            while any(not session.is_finished for session in sessions):
-                self.step()
-            results = [self.result(session) for session in sessions]
-        finally:
-            for session in sessions:
-                self.cancel(session)
+        for _ in self.run(sessions):
+            pass
+        results = [self.result(session) for session in sessions]
         return results if is_batch else results[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -166,12 +162,29 @@ class Engine:
         self._join([session])
         return session
 
+    def run(self, sessions: Sequence[Session]) -> Iterator[None]:
+        """Decode sessions to their ends, giving control back after every step; raises the first error of any."""
+        try:
+            self._join(sessions)
+            while any(not session.is_finished for session in sessions):
+                self.step()
+                for session in sessions:
+                    if session.error is not None:
+                        raise session.error
+                yield
+        finally:
+            for session in sessions:
+                self.cancel(session)
+
     def _join(self, sessions: Sequence[Session]) -> None:
         with self._lock:
             self._sweep()
             for session in sessions:
                 session.row = self._cache.add_row()
                 self._rows.append(session)
+                if session.columns is not None:
+                    self._cache.set_columns(session.row, session.columns)
+                    session.columns = None
 
     def cancel(self, session: Session) -> None:
         """Give the session's row to others, at the next moment between two steps. Safe to call twice, and anywhere."""
@@ -190,14 +203,13 @@ class Engine:
         for session in [session for session in self._rows if session.is_finished]:
             row, last = session.row, self._rows.pop()
             assert row is not None, "a session in the batch has a row"
+            if session.keeps_columns and session.finish_reason is not None:
+                session.columns = self._cache.columns(row)
             self._cache.drop_row(row)
             if last is not session:
                 self._rows[row], last.row = last, row
             session.row = None
-            try:
-                self.drafter.release(session)
-            except Exception as error:
-                self._draft_failed([session], error)
+            self._drafting.release(session)
 
     def result(self, session: Session) -> Result:
         """What a finished session gave; raises the error that ended it."""
@@ -233,6 +245,11 @@ class Engine:
         `session.error`.
         """
         with self._lock:
+            if self._is_stepping:
+                raise EngineError(
+                    "A logits processor or stopping criterion called back into the engine that is asking it. Use a "
+                    "second engine inside callbacks."
+                )
             active = [session for session in self._rows if not session.is_finished]
             if not active:
                 return
@@ -247,82 +264,81 @@ class Engine:
                 self._sweep()
 
     def _step(self, active: Sequence[Session]) -> None:
-        behind = [self._uncached(session) for session in active]
-        ready = [s for s, uncached in zip(active, behind, strict=True) if len(uncached) <= self.options.prefill_chunk]
-        trees = {session.id: tree for session, tree in zip(ready, self._draft(ready), strict=True)}
-        blocks = []
-        for session, uncached in zip(active, behind, strict=True):
+        behind = {session.id: self._uncached(session) for session in active}
+        ready = self._ready(active, behind)
+        budgets = [self._budget(session) for session in ready]
+        trees = {session.id: tree for session, tree in zip(ready, self._drafting.trees(ready, budgets), strict=True)}
+        fed, blocks = [], []
+        for session in active:
             assert session.row is not None
+            uncached = behind[session.id]
             if session.id in trees:
                 tree = trees[session.id]
-                fed = tree.after(uncached)
-                blocks.append(Block(session.row, fed.tokens, fed.parents, num_logits=len(tree)))
-            else:
-                chunk = uncached[: self.options.prefill_chunk]
+                both = tree.after(uncached)
+                blocks.append(Block(session.row, both.tokens, both.parents, num_logits=len(tree)))
+            elif uncached:
+                chunk = uncached[: self._chunk(session)]
                 blocks.append(Block.chain(session.row, chunk, num_logits=0))
+            else:  # waits for the other rows of its group
+                continue
+            fed.append(session)
         outputs = self.target.forward(self._cache, blocks)
-        for session, block, output in zip(active, blocks, outputs, strict=True):
+        logits = {session.id: output.logits for session, output in zip(fed, outputs, strict=True)}
+        verdicts = self._accept(ready, trees, logits)
+        for session, block in zip(fed, blocks, strict=True):
             if session.id not in trees:
                 self._cache.keep(block.row, range(len(block.tokens)))
                 session.stats.num_prefill_passes += 1
-                continue
-            tree = trees[session.id]
-            shift = len(block.tokens) - len(tree)
+            elif session.id in verdicts:
+                tree, path = trees[session.id], verdicts[session.id].path
+                shift = len(block.tokens) - len(tree)
+                session.stats.count_round(tree.depths(), len(path) - 1)
+                self._cache.keep(block.row, [*range(shift), *(node + shift for node in path)])
+
+    def _chunk(self, session: Session) -> int:
+        """Most prompt tokens per forward: all, where the frequencies of a long text must be those of its end."""
+        switch = self.target.switch_position
+        return len(session.tokens) if switch and len(session.tokens) > switch else self.options.prefill_chunk
+
+    def _ready(self, active: Sequence[Session], behind: dict[int, list[int]]) -> list[Session]:
+        """The rows that can be decided in this step: their prompts are read, and so are those of their groups."""
+        late = {session.id for session in active if len(behind[session.id]) > self._chunk(session)}
+        return [
+            session
+            for session in active
+            if not late.intersection([session.id] if session.group is None else [s.id for s in session.group.sessions])
+        ]
+
+    def _accept(
+        self, ready: Sequence[Session], trees: dict[int, TokenTree], logits: dict[int, Tensor]
+    ) -> dict[int, Verdict]:
+        """Decide and commit, by session id. A row whose own processors or callbacks fail ends, with its group."""
+        verdicts: dict[int, Verdict] = {}
+        parties = {id(session.group or session): session.group or session for session in ready}
+        for party in parties.values():
+            members = [party] if isinstance(party, Session) else [s for s in party.sessions if s.id in trees]
             try:
-                verdict = accept(session, tree, output.logits, self.options.acceptance)
-            except Exception as error:  # the row's own processors or callbacks
-                session.error = error
-                continue
-            session.stats.count_round(tree.depths(), len(verdict.path) - 1)
-            self._cache.keep(block.row, [*range(shift), *(node + shift for node in verdict.path)])
+                if isinstance(party, Session):
+                    verdict = accept(party, trees[party.id], logits[party.id], self.options.acceptance)
+                    verdicts[party.id] = verdict
+                else:
+                    ids = [session.id for session in members]
+                    verdicts |= party.accept({i: trees[i] for i in ids}, {i: logits[i] for i in ids})
+            except Exception as error:
+                for session in members:
+                    session.error = error
+        return verdicts
 
     def _uncached(self, session: Session) -> list[int]:
         """Committed tokens before the last one whose keys and values the cache does not hold."""
         assert session.row is not None, "the session has left the batch"
         return session.tokens[self._cache.lengths[session.row] : -1]
 
-    # ---------------------------------------------------------------- drafting
-
     def _budget(self, session: Session) -> Budget:
         """At most k nodes, not past the last wanted token, and only where the cache can drop what is refused."""
         depth = min(self.options.k, session.num_remaining_tokens - 1)
+        if self.target.max_positions is not None:
+            depth = max(0, min(depth, self.target.max_positions - len(session.tokens)))
         if not self._cache.can_crop and self._uncached(session):
             depth = 0
         return Budget(nodes=self.options.k if depth else 0, depth=depth, can_branch=self.target.can_tree)
-
-    def _draft(self, sessions: Sequence[Session]) -> list[TokenTree]:
-        """One checked tree per session. Whatever a drafter does wrong costs its rows one round without draft."""
-        trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
-        budgets = {session.id: self._budget(session) for session in sessions}
-        asked = [session for session in sessions if budgets[session.id].nodes > 0]
-        if asked:
-            try:
-                drafts = self.drafter.propose(asked, [budgets[session.id] for session in asked])
-                if len(drafts) != len(asked):
-                    raise InputError(f"{len(drafts)} drafts came back for {len(asked)} rows.")
-            except Exception as error:
-                self._draft_failed(asked, error)
-                drafts = []
-            for session, draft in zip(asked, drafts, strict=False):
-                budget = budgets[session.id]
-                try:
-                    draft.check(
-                        session.tokens[-1],
-                        self.target.vocab_size,
-                        budget.nodes,
-                        budget.depth,
-                        budget.can_branch,
-                    )
-                    trees[session.id] = draft
-                except Exception as error:
-                    self._draft_failed([session], error)
-        return list(trees.values())
-
-    def _draft_failed(self, sessions: Sequence[Session], error: Exception) -> None:
-        for session in sessions:
-            session.stats.num_draft_failures += 1
-        text = f"{type(error).__name__}: {error}"
-        kind = re.sub(r"\d+", "", text)  # the same message about other numbers is not news
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _log.warning("Drafter %r failed and costs a round without draft. %s", self.drafter.name, text)

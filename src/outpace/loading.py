@@ -49,16 +49,19 @@ def load(
     dtype: str = "auto",
     device: str | None = None,
     progress: models.Progress | None = None,
+    applies_generation_config: bool = False,
 ) -> Engine:
     """An Engine for a model.
 
     model: a folder, a .gguf file, a hub id, a transformers model (used as it is), or None for the default model.
     tokenizer: for a model object; without one the engine takes and gives token ids only.
-    drafter: one of DRAFTERS or an object with the Drafter protocol; by default "model" when draft_model is given, else
-    "suffix". draft_model: as `model`. k: most drafted tokens per round; width: branches of a draft model's tree.
+    drafter: one of DRAFTERS or an object with the Drafter protocol; by default, and for "auto", "model" when
+    draft_model is given, else "suffix". draft_model: as `model`. k: most drafted tokens per round; width: branches of
+    a draft model's tree.
     confidence_threshold: a draft model goes no deeper where a path is accepted with less than this probability.
     acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
-    elsewhere. device: of models that are loaded here; by default a GPU where there is one.
+    elsewhere. device: of models that are loaded here; by default a GPU where there is one. applies_generation_config:
+    the caller applies the model's generation config; else a warning names what it sets and SamplingParams replace.
 
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
@@ -74,7 +77,8 @@ def load(
     target = Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
-    _name_unused_defaults(target_model)
+    if not applies_generation_config:
+        _name_unused_defaults(target_model)
     if draft_model is not None:
         chosen: Drafter = _model_drafter(
             target, tokenizer, draft_model, draft_tokenizer, width, confidence_threshold, dtype, device, progress
@@ -92,7 +96,7 @@ def load(
 
 
 def _drafter_name(drafter: str | Drafter | None, draft_model: Any) -> str:
-    if drafter is None:
+    if drafter is None or drafter == "auto":
         return "suffix" if draft_model is None else "model"
     if not isinstance(drafter, str):
         missing = [name for name in ("name", "propose", "release") if not hasattr(drafter, name)]
@@ -102,7 +106,7 @@ def _drafter_name(drafter: str | Drafter | None, draft_model: Any) -> str:
             raise InputError("draft_model was given beside a drafter object, which would not use it. Leave one out.")
         return drafter.name
     if drafter not in DRAFTERS:
-        raise InputError(f"drafter must be one of {', '.join(DRAFTERS)}, or an object, got {drafter!r}.")
+        raise InputError(f"drafter must be auto, {', '.join(DRAFTERS)}, or an object, got {drafter!r}.")
     if drafter == "model" and draft_model is None:
         raise InputError("drafter='model' needs draft_model: the folder, .gguf file or hub id of a smaller model.")
     if drafter != "model" and draft_model is not None:

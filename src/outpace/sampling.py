@@ -6,6 +6,7 @@ min-p. Greedy is temperature 0: no noise and no truncation, the argmax of the pr
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,11 +16,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
 )
 
 from . import noise
@@ -153,21 +171,51 @@ class _LogitBias:
         return scores.index_add(1, self.ids, self.values.unsqueeze(0).to(scores.dtype))
 
 
-# Processors whose result depends on (input_ids, scores) alone: they may be asked about drafts that are then refused.
-_PREFIX_PURE = (
-    _OutputPenalty,
-    _LogitBias,
-    RepetitionPenaltyLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
+# Processors whose result for a row depends on its text and scores alone: they may be asked about drafts that are then
+# refused, and about one row of a batch. Exact types: a subclass may remember something.
+_PREFIX_PURE = frozenset(
+    (
+        _OutputPenalty,
+        _LogitBias,
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        ExponentialDecayLengthPenalty,
+        ForcedBOSTokenLogitsProcessor,
+        ForcedEOSTokenLogitsProcessor,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinLengthLogitsProcessor,
+        MinNewTokensLengthLogitsProcessor,
+        MinPLogitsWarper,
+        NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopHLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+        WatermarkLogitsProcessor,
+    )
 )
 
 
 def is_prefix_pure(processor: LogitsProcessor) -> bool:
-    """Whether a processor is known to be a pure function of the text (or says so by `is_prefix_pure = True`)."""
-    return isinstance(processor, _PREFIX_PURE) or getattr(processor, "is_prefix_pure", False) is True
+    """Whether a processor is known to be a pure function of a row's text (or says so by `is_prefix_pure = True`)."""
+    return type(processor) in _PREFIX_PURE or getattr(processor, "is_prefix_pure", False) is True
+
+
+def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """The processor of one row of a batch, from a prefix-pure one that was made for the batch."""
+    lengths = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty skips each row's left padding
+    if type(processor) is not RepetitionPenaltyLogitsProcessor or not isinstance(lengths, Tensor):
+        return processor
+    single = copy.copy(processor)
+    single.prompt_ignore_length = lengths[row : row + 1]
+    return single
 
 
 def build_processors(
@@ -253,6 +301,12 @@ def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> 
     ids, log_probs = warp(scores, params)
     _check_scores(log_probs.isnan().any(), f" at position {position}")
     return noise.choose(log_probs, ids, seed, position)
+
+
+def greedy_tokens(logits: Tensor) -> list[int] | None:
+    """The argmax of each row of [nodes, vocab] raw logits; None when one of them has no number to choose."""
+    scores, tokens = logits.max(-1)
+    return tokens.tolist() if bool(scores.isfinite().all()) else None
 
 
 def probabilities(scores: Tensor, params: SamplingParams) -> Tensor:

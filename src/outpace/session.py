@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from .noise import COUPLED, DRAFT
 from .sampling import LogitsProcessor, SamplingParams
 from .text import Detokenizer
+from .tree import TokenTree
+from .verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,19 @@ class Stats:
             self.notes.append(text)
 
 
+class Group(Protocol):
+    """Rows that are decided together, by callbacks that may look at all of them. They join and step together."""
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Every row of the group, ended ones included."""
+        ...
+
+    def accept(self, trees: Mapping[int, TokenTree], logits: Mapping[int, Tensor]) -> dict[int, Verdict]:
+        """Decide and commit one round of the rows that go on, by session id. logits: [nodes, vocab] of each tree."""
+        ...
+
+
 _ids = itertools.count(1)  # unique in the process: a drafter may serve several engines
 
 
@@ -97,7 +112,9 @@ class Session:
     tokens: prompt and committed tokens. row: index in the target's cache, None when it has none.
     finish_reason: "stop" (end-of-text token or stop string) or "length"; None while the text goes on.
     stop_reason: the token id or string that stopped it. error: an exception that ended it.
-    is_cancelled: its row is, or will be, given to others.
+    is_cancelled: its row is, or will be, given to others. group: the rows it is decided with, when not alone.
+    columns: attention layer -> (keys, values), each [heads, length, head dim], of the tokens that the target's cache
+    shall hold when the session joins; and those that it held when the session left, if `keeps_columns`.
     """
 
     tokens: list[int]
@@ -118,6 +135,9 @@ class Session:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
+    group: Group | None = None
+    columns: dict[int, tuple[Tensor, Tensor]] | None = None
+    keeps_columns: bool = False
     _text: Tensor | None = None
 
     @property

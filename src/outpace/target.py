@@ -7,6 +7,7 @@ in plain decoding; a tree, or rows of different lengths, go through a mask layou
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from . import masks, tree
 from .cache import Cache, build_cache
-from .errors import EngineError, LoadError
+from .errors import EngineError, InputError, LoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,24 @@ class Target:
         self._takes_logits_to_keep = "logits_to_keep" in accepted
         self.tree_obstacle = self._tree_obstacle()
         self.can_tree = self.tree_obstacle is None
+        self.can_copy = self.new_cache().can_copy
+        self.switch_position, self._grows = _rotary_switch(self.config)
+
+    def check_span(self, num_prompt: int, num_new: int) -> None:
+        """Raises InputError for a text whose scores would depend on how its tokens are grouped into forwards.
+
+        Some rotary embeddings change all their frequencies when a forward reaches beyond a position. Texts on one
+        side of it are exact; a text that crosses it, or grows beyond it with "dynamic" frequencies, is not.
+        """
+        end = num_prompt + num_new
+        if self.switch_position is None or end <= self.switch_position:
+            return
+        if self._grows or num_prompt <= self.switch_position:
+            raise InputError(
+                f"A prompt of {num_prompt} tokens and {num_new} new ones pass position {self.switch_position}, where "
+                "this model changes its rotary frequencies for the whole text: drafts could not be verified exactly. "
+                f"Keep the text below it, with {max(0, self.switch_position - num_prompt)} new tokens or fewer."
+            )
 
     @property
     def _implementation(self) -> str:
@@ -140,10 +159,13 @@ class Target:
 
     def _groups(self, cache: Cache, blocks: Sequence[Block]) -> list[list[int]]:
         """Which blocks share a call: those of similar size, as every block is padded to the longest of its call."""
-        by_size = sorted(range(len(blocks)), key=lambda index: blocks[index].num_new)
+        switch = self.switch_position or sys.maxsize
+        is_beyond = [cache.lengths[block.row] + len(block.tokens) > switch for block in blocks]
+        by_size = sorted(range(len(blocks)), key=lambda index: (is_beyond[index], blocks[index].num_new))
         groups: list[list[int]] = []
         for index in by_size:
             can_join = bool(groups) and self.can_tree and cache.can_batch
+            can_join = can_join and is_beyond[groups[-1][0]] == is_beyond[index]
             if can_join and blocks[index].num_new <= max(8, 2 * blocks[groups[-1][0]].num_new):
                 groups[-1].append(index)
             else:
@@ -216,3 +238,16 @@ class Target:
                 keys[row, start + padding] = start
         device = query_positions.device
         return masks.Layout(query_positions, keys.to(device), visible.to(device))
+
+
+def _rotary_switch(config: Any) -> tuple[int | None, bool]:
+    """(last position before the rotary frequencies depend on the longest text of a forward, whether they then grow)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (parameters, *parameters.values()) if isinstance(kind, dict)]
+    types = {kind.get("rope_type"): kind for kind in kinds}
+    if "longrope" in types:
+        original = types["longrope"].get("original_max_position_embeddings")
+        return int(
+            original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+        ), False
+    return (int(config.max_position_embeddings), True) if "dynamic" in types else (None, False)

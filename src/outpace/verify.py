@@ -9,7 +9,7 @@ that give the target's choice or distribution at a node, so that the exact law o
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,32 @@ def coupled(tree: TokenTree, choose: Callable[[int], int], goes_on: Callable[[in
         path.append(child)
         node = child
     return Verdict(tuple(path), tuple(tokens))
+
+
+def together(
+    trees: Mapping[int, TokenTree],
+    choose: Callable[[Mapping[int, int]], Mapping[int, int]],
+    going_on: Callable[[Mapping[int, int]], Collection[int]],
+) -> dict[int, Verdict]:
+    """`coupled` for rows whose callbacks look at all of them: they move one token at a time, side by side.
+
+    choose(row -> node) gives each row's token; going_on(row -> token) commits them and names the rows whose text goes
+    on. The walk ends as soon as one of these has no child with its token: the next token of that row, and with it the
+    next call for all rows, needs another forward. So every row sees each step once, in order.
+    """
+    nodes = dict.fromkeys(trees, 0)
+    paths: dict[int, list[int]] = {row: [0] for row in trees}
+    tokens: dict[int, list[int]] = {row: [] for row in trees}
+    while True:
+        chosen = choose(nodes)
+        for row in nodes:
+            tokens[row].append(chosen[row])
+        children = {row: trees[row].child(nodes[row], chosen[row]) for row in going_on(chosen)}
+        nodes = {row: child for row, child in children.items() if child is not None}
+        if not nodes or len(nodes) < len(children):
+            return {row: Verdict(tuple(paths[row]), tuple(tokens[row])) for row in trees}
+        for row, node in nodes.items():
+            paths[row].append(node)
 
 
 def rejection(

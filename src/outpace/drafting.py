@@ -1,0 +1,59 @@
+"""Asks a drafter and trusts nothing it says. Whatever it does wrong costs its rows one round without draft."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+
+from .drafters.base import Budget, Drafter
+from .errors import InputError
+from .session import Session
+from .tree import TokenTree
+
+_log = logging.getLogger("outpace")
+
+
+class Drafting:
+    """One drafter as the engine sees it. vocab_size: ids at or above it are refused."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter, self.vocab_size = drafter, vocab_size
+        self._warned: set[str] = set()
+
+    def trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One checked tree per session; a single node where the budget is empty or the draft is bad."""
+        trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
+        asked = [(session, budget) for session, budget in zip(sessions, budgets, strict=True) if budget.nodes > 0]
+        if not asked:
+            return list(trees.values())
+        try:
+            drafts = self.drafter.propose([session for session, _ in asked], [budget for _, budget in asked])
+            if len(drafts) != len(asked):
+                raise InputError(f"{len(drafts)} drafts came back for {len(asked)} rows.")
+        except Exception as error:
+            self._failed([session for session, _ in asked], error)
+            return list(trees.values())
+        for (session, budget), draft in zip(asked, drafts, strict=True):
+            try:
+                draft.check(session.tokens[-1], self.vocab_size, budget.nodes, budget.depth, budget.can_branch)
+                trees[session.id] = draft
+            except Exception as error:
+                self._failed([session], error)
+        return list(trees.values())
+
+    def release(self, session: Session) -> None:
+        """The session has ended: the drafter may forget it."""
+        try:
+            self.drafter.release(session)
+        except Exception as error:
+            self._failed([session], error)
+
+    def _failed(self, sessions: Sequence[Session], error: Exception) -> None:
+        for session in sessions:
+            session.stats.num_draft_failures += 1
+        text = f"{type(error).__name__}: {error}"
+        kind = re.sub(r"\d+", "", text)  # the same message about other numbers is not news
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("Drafter %r failed and costs a round without draft. %s", self.drafter.name, text)

@@ -1,0 +1,316 @@
+"""`model.generate(...)` as people call it, faster: transformers prepares the call, the engine decodes it.
+
+transformers reads the arguments, builds the logits processors and stopping criteria, and hands them to a callable
+(`custom_generate`). That callable is here. It refuses what cannot be honoured, makes rows of the prompts, and puts
+what they give into the shape that transformers' own loop returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import arguments, loading
+from .cache import read_columns, write_columns
+from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
+from .engine import DEFAULT_K, Engine
+from .errors import EngineError, InputError
+from .group import RowGroup, form_groups
+from .sampling import SamplingParams
+from .session import Session, Stats
+
+
+def accelerate(
+    model: Any,
+    *,
+    drafter: Any = "auto",
+    draft_model: Any = None,
+    tokenizer: Any = None,
+    draft_tokenizer: Any = None,
+    k: int = DEFAULT_K,
+    width: int = 1,
+    confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+    prefill_chunk: int = 512,
+) -> Accelerated:
+    """An object whose `generate` takes and gives what `model.generate` does, in fewer passes over the model.
+
+    model: a loaded causal language model of transformers, which is used as it is and never changed.
+    drafter: a name (see `outpace.load`), a drafter object, or a draft model: loaded, or a folder or hub id by
+    draft_model. "auto" uses the draft model where there is one, else the text itself. The other arguments are those
+    of `outpace.load`.
+
+    Raises LoadError for a model that cannot be decoded exactly, and InputError for bad arguments.
+    """
+    if callable(getattr(drafter, "get_input_embeddings", None)):
+        drafter, draft_model = "model", drafter
+    engine = loading.load(
+        model,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        draft_model=draft_model,
+        draft_tokenizer=draft_tokenizer,
+        k=k,
+        width=width,
+        confidence_threshold=confidence_threshold,
+        prefill_chunk=prefill_chunk,
+        applies_generation_config=True,
+    )
+    return Accelerated(engine)
+
+
+class Accelerated:
+    """A model with a faster `generate`. Also a `custom_generate`: `model.generate(**inputs, custom_generate=fast)`.
+
+    Threads may share it: their rows go through common steps, and a thread gets only its own. Logits processors and
+    stopping criteria may then be called from another thread's step, never two at a time.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self._local = threading.local()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath; raises EngineError after `close`."""
+        if self._engine is None:
+            raise EngineError("This accelerated model was closed. Call accelerate() again.")
+        return self._engine
+
+    @property
+    def last_stats(self) -> tuple[Stats, ...]:
+        """Counts of each row of this thread's last call; empty before the first."""
+        return getattr(self._local, "stats", ())
+
+    def close(self) -> None:
+        """Let go of the model and of all memory; further calls raise EngineError. Safe to call twice."""
+        self._engine = None
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: Any = None,
+        *,
+        tokenizer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `model.generate`, with the same arguments and results; docs/dropin.md says what becomes of each.
+
+        seed: makes sampling exact across drafters, draft lengths and batches; without it, torch's generator is asked,
+        so that `torch.manual_seed` makes runs repeatable. Raises InputError, before the first token, for an argument
+        that cannot be honoured.
+        """
+        call = _Call(self, streamer=streamer, seed=seed)
+        try:
+            model: Any = self.engine.target.model
+            named = {"synced_gpus": synced_gpus, "assistant_model": assistant_model, "custom_generate": custom_generate}
+            configs = (generation_config, getattr(model, "generation_config", None))
+            for config in reversed([config for config in configs if config is not None]):
+                named |= {name: value for name, value in config.to_dict().items() if value is not None}
+            arguments.refuse(named | kwargs)
+            stop_strings = (named | kwargs).get("stop_strings")
+            if stop_strings is not None:
+                # transformers gives the tokenizer to its own loop only, so the criterion is made here.
+                if tokenizer is None:
+                    raise InputError("generate(stop_strings=…) needs tokenizer=, to know how strings are spelt.")
+                kwargs["stop_strings"] = None
+                criterion = StopStringCriteria(tokenizer, stop_strings)
+                stopping_criteria = StoppingCriteriaList([criterion, *(stopping_criteria or ())])
+            return model.generate(
+                inputs,
+                generation_config=generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+                negative_prompt_ids=negative_prompt_ids,
+                negative_prompt_attention_mask=negative_prompt_attention_mask,
+                custom_generate=call,
+                **kwargs,
+            )
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | Sequence[int] | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What transformers calls for `model.generate(..., custom_generate=fast)`."""
+        # transformers drops these before it calls a callable; ignoring them in silence would be worse than looking.
+        caller = inspect.currentframe()
+        caller = caller.f_back if caller is not None else None
+        dropped = caller.f_locals if caller is not None and caller.f_code.co_name == "generate" else {}
+        arguments.refuse({name: dropped.get(name) for name in ("assistant_model", "synced_gpus")})
+        streamer = dropped.get("streamer")
+        call = _Call(self, streamer, seed, has_put_prompt=True)
+        try:
+            return call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of `generate`, from transformers' preparation to its result."""
+
+    fast: Accelerated
+    streamer: Any = None
+    seed: int | Sequence[int] | None = None
+    has_put_prompt: bool = False
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        engine = self.fast.engine
+        if not any(part is model for part in engine.target.model.modules()):
+            raise InputError(
+                f"custom_generate was made for another model than this {type(model).__name__}. Call accelerate() with "
+                "the model whose generate you call."
+            )
+        arguments.check(generation_config, model_kwargs)
+        cache: Any = next((model_kwargs[name] for name in arguments.CACHES if model_kwargs.get(name) is not None), None)
+        paddings = arguments.paddings(input_ids, generation_config, model_kwargs)
+        sessions = self._sessions(engine, input_ids, paddings, stopping_criteria, generation_config)
+        # Older versions of transformers do not say whose cache it is.
+        is_users = getattr(cache, "_is_user_defined", "past_key_values" in model_kwargs)
+        if is_users and not engine.target.can_copy:
+            raise InputError(
+                "generate(past_key_values=…) cannot be honoured: this model keeps a recurrent state, which cannot be "
+                "taken up. Leave it out: the whole text is in input_ids and is read again."
+            )
+        fills_cache = engine.target.can_copy and cache is not None
+        fills_cache &= is_users or bool(generation_config.return_dict_in_generate)
+        for row, session in enumerate(sessions):
+            session.keeps_columns = fills_cache
+            if is_users and cache.get_seq_length() > 0:
+                session.columns = read_columns(cache, engine.target.config, row, paddings[row])
+        groups = form_groups(
+            sessions, input_ids, logits_processor, stopping_criteria, generation_config, self.streamer is not None
+        )
+        self._run(engine, sessions, groups, input_ids)
+        if fills_cache:
+            write_columns(cache, [session.columns or {} for session in sessions], paddings)
+        return _result(groups, generation_config, cache if fills_cache else None)
+
+    def _sessions(
+        self,
+        engine: Engine,
+        input_ids: Tensor,
+        paddings: Sequence[int],
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> list[Session]:
+        """One session per row. Ends are left to the criteria; the longest length bounds the drafts."""
+        ends = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+        num_new = max(1, min(ends, default=sys.maxsize) - input_ids.shape[1])
+        params = SamplingParams(temperature=1.0 if config.do_sample else 0.0, max_new_tokens=num_new)
+        seeds = self._seeds(len(paddings), config)
+        sessions = []
+        for ids, padding, seed in zip(input_ids.tolist(), paddings, seeds, strict=True):
+            tokens = engine.encode(ids[padding:])
+            engine.target.check_span(len(tokens), num_new)
+            stats = Stats(drafter=engine.drafter.name, num_prompt_tokens=len(tokens))
+            sessions.append(Session(tokens, len(tokens), params, seed, frozenset(), [], None, stats))
+        return sessions
+
+    def _seeds(self, num_rows: int, config: GenerationConfig) -> list[int]:
+        """A seed per row, from `seed` or from torch's generator, which greedy decoding leaves alone."""
+        seed = self.seed
+        if seed is None:
+            if not config.do_sample:
+                return [0] * num_rows
+            drawn: list[int] = torch.randint(0, 1 << 48, (num_rows,)).tolist()
+            return drawn
+        given = [seed] if isinstance(seed, int) else list(seed)
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in given):
+            raise InputError(f"seed must be a whole number, 0 or larger, or one per row, got {seed!r}.")
+        if isinstance(seed, int):
+            return [seed + row % (config.num_return_sequences or 1) for row in range(num_rows)]
+        if len(given) != num_rows:
+            raise InputError(f"seed has {len(given)} numbers for {num_rows} rows. Give one number, or one per row.")
+        return given
+
+    def _run(self, engine: Engine, sessions: Sequence[Session], groups: Sequence[RowGroup], input_ids: Tensor) -> None:
+        """Decode to the ends, and hand tokens to the streamer between steps, where it may take its time."""
+        if self.streamer is not None and not self.has_put_prompt:
+            self.streamer.put(input_ids.cpu())
+        num_put = input_ids.shape[1]
+        for _ in engine.run(sessions):
+            if self.streamer is not None:
+                text = groups[0].text
+                for column in text[:, num_put:].unbind(-1):
+                    self.streamer.put(column.cpu())
+                num_put = text.shape[1]
+        self.fast._local.stats = tuple(session.stats for session in sessions)
+
+
+def _result(groups: Sequence[RowGroup], config: GenerationConfig, cache: Any) -> Any:
+    """The rows of all groups in transformers' shapes; rows that have ended are filled with the pad token."""
+    length = max(group.text.shape[1] for group in groups)
+    sequences = torch.cat(
+        [
+            nn.functional.pad(group.text, (0, length - group.text.shape[1]), value=group.pad_token or 0)
+            for group in groups
+        ]
+    )
+    if not config.return_dict_in_generate:
+        return sequences
+    found: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": _by_step([group.scores for group in groups]) if groups[0].keep_scores else None,
+        "logits": _by_step([group.logits for group in groups]) if groups[0].keep_logits else None,
+    }
+    names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
+    found["cache" if "cache" in names else "past_key_values"] = cache
+    return GenerateDecoderOnlyOutput(**found)
+
+
+def _by_step(records: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Per step [rows, vocab] from the steps of every group; zeros for rows that have ended."""
+    steps = max(len(record) for record in records)
+    return tuple(
+        torch.cat([record[step] if step < len(record) else torch.zeros_like(record[0]) for record in records])
+        for step in range(steps)
+    )
