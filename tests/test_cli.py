@@ -800,7 +800,7 @@ def test_doctor_says_what_works_with_a_model(folders: dict[str, Path]) -> None:
     page = _words(found.out)
     for words in ("python", "transformers", "cpu", "LlamaForCausalLM", "float32", "trees and ragged batches", "sdpa"):
         assert words in page
-    assert "chain of 3 tokens: right" in page and "tree of 5 tokens in a ragged batch: right" in page
+    assert "chain of 12 tokens: right" in page and "tree of 5 tokens in a ragged batch: right" in page
     for name in ("suffix", "lookup", "model", "none"):
         assert name in page
 

@@ -166,7 +166,10 @@ def _model_drafter(
 ) -> ModelDrafter:
     draft, draft_tokenizer = load_model(draft_model, draft_tokenizer, dtype, device, progress)
     draft_target = Target(draft)
-    draft_target.can_tree = probe(draft_target).can_tree
+    found = probe(draft_target, is_draft=True)
+    draft_target.can_tree = found.can_tree
+    if not found.is_exact:
+        _log.warning("The draft model is inexact over its cache (%s). Its drafts are worse for it.", found.reasons[0])
     if draft is target.model or _origin(draft) == _origin(target.model):
         _log.warning("The draft model is the target itself: exact, and no faster. Give a smaller model to gain time.")
     if width > 1 and not (target.can_tree and draft_target.can_tree):

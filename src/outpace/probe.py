@@ -20,6 +20,7 @@ from .target import Block, Target
 # Wrong masks are off by tenths of the scores' standard deviation, rounding by 1e-5 of it in float32.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 _CONTEXT = 7
+_CHAIN = 12  # noise of quantised activations shows in some tokens only
 _LONGEST_WINDOW = 320
 _TREE = (-1, 0, 0, 1, 2)  # two branches of two tokens under one root:
 _LEFT, _RIGHT = (0, 1, 3), (0, 2, 4)
@@ -29,7 +30,8 @@ _LEFT, _RIGHT = (0, 1, 3), (0, 2, 4)
 class Capabilities:
     """What a model can verify, and how well a block of nodes agrees with one token at a time.
 
-    can_tree: whether trees and ragged batches give the right scores; chains do, or the model is refused.
+    can_tree: whether trees and ragged batches give the right scores. is_exact: whether chains do; a target whose chains
+    are wrong is refused, a draft model is not.
     rounding: the largest score difference seen between a block and single tokens, in logits.
     reasons: one line per check, for people.
     """
@@ -37,12 +39,16 @@ class Capabilities:
     can_tree: bool
     rounding: float
     reasons: tuple[str, ...]
+    is_exact: bool = True
 
 
-def probe(target: Target) -> Capabilities:
-    """Run the checks. Raises LoadError when not even a chain of tokens gives the scores of single steps."""
+def probe(target: Target, is_draft: bool = False) -> Capabilities:
+    """Run the checks. Raises LoadError when not even a chain of tokens gives the scores of single steps.
+
+    is_draft: a draft model may be a little inexact (quantised activations), and then takes chains only.
+    """
     try:
-        return _probe(target)
+        return _probe(target, is_draft)
     except LoadError:
         raise
     except Exception as error:
@@ -52,24 +58,27 @@ def probe(target: Target) -> Capabilities:
         ) from error
 
 
-def _probe(target: Target) -> Capabilities:
+def _probe(target: Target, is_draft: bool) -> Capabilities:
     generator = torch.Generator().manual_seed(0)
     length = _context_length(target)
-    ids = torch.randint(0, target.vocab_size, (length + len(_TREE),), generator=generator).tolist()
+    ids = torch.randint(0, target.vocab_size, (length + _CHAIN,), generator=generator).tolist()
     context, drafts = tuple(ids[:length]), tuple(ids[length:])
     tolerance = _TOLERANCE.get(target.dtype, _TOLERANCE[torch.bfloat16])
     reasons = []
 
-    left = _single_steps(target, context, [drafts[node] for node in _LEFT])
-    scale = float(left.std())
-    (found,) = _block(target, [context], [drafts[node] for node in _LEFT], (-1, 0, 1))
-    chain_error = _difference(found, left)
+    steps = _single_steps(target, context, drafts)
+    scale = float(steps.std())
+    (found,) = _block(target, [context], drafts, tuple(range(-1, len(drafts) - 1)))
+    chain_error = _difference(found, steps)
     can_chain = chain_error <= tolerance * scale
-    reasons.append(_line("chain of 3 tokens", chain_error, scale, can_chain))
+    reasons.append(_line(f"chain of {len(drafts)} tokens", chain_error, scale, can_chain))
+    if not can_chain and is_draft and chain_error < scale:
+        return Capabilities(False, chain_error, tuple(reasons), is_exact=False)
     if not can_chain:
         raise LoadError(
             f"A forward of several tokens over this model's cache is off by {chain_error:.2g} (scores have a standard "
             f"deviation of {scale:.2g}) from the same tokens one at a time, so drafts cannot be verified in one pass. "
+            "Quantisation of activations does this (quantised weights alone do not), and so do some recurrent layers. "
             "Use transformers' own generate for this model."
         )
     if target.tree_obstacle is not None:
@@ -77,7 +86,7 @@ def _probe(target: Target) -> Capabilities:
     # A second, shorter row beside it: the same mask code serves ragged batches.
     contexts = (context, context[:3])
     errors = []
-    for start, scores in zip(contexts, _block(target, contexts, drafts, _TREE), strict=True):
+    for start, scores in zip(contexts, _block(target, contexts, drafts[: len(_TREE)], _TREE), strict=True):
         for nodes in (_LEFT, _RIGHT):
             wanted = _single_steps(target, start, [drafts[node] for node in nodes])
             errors.append(_difference(scores[list(nodes)], wanted))
@@ -92,8 +101,8 @@ def _context_length(target: Target) -> int:
     names = ("sliding_window", "window_size", "attention_chunk_size")
     windows = [w for w in (getattr(target.config, name, None) for name in names) if isinstance(w, int) and w > 0]
     fitting = [w + 3 for w in windows if w <= _LONGEST_WINDOW]
-    longest = (target.max_positions or _LONGEST_WINDOW + 3) - len(_TREE)
-    return min(max([_CONTEXT, *fitting]), longest)
+    longest = (target.max_positions or _LONGEST_WINDOW + _CHAIN) - _CHAIN
+    return max(1, min(max([_CONTEXT, *fitting]), longest))
 
 
 def _line(what: str, error: float, scale: float, is_right: bool) -> str:

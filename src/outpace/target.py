@@ -87,6 +87,16 @@ class Target:
                 f"{type(model).__name__}.forward takes no key/value cache (`cache` or `past_key_values`), so decoding "
                 "step by step would recompute the whole text. Use transformers' own generate."
             )
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise LoadError(
+                "The active adapter adds virtual tokens to the text (prompt or prefix tuning), which the cache of "
+                "drafts does not carry. Use an adapter of the weights (LoRA), or transformers' own generate."
+            )
+        if model.get_input_embeddings().weight.is_meta:  # type: ignore[operator]
+            raise LoadError(
+                "The model's embedding has no data here: it is offloaded by its device_map. Keep the embedding on a "
+                "device; other layers may be offloaded."
+            )
         if model.training:
             raise LoadError("The model is in training mode: dropout would change its text. Call model.eval() first.")
         self.model = model
