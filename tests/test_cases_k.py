@@ -113,7 +113,7 @@ def test_a_draft_model_that_is_the_target_is_said(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafter": "medium"}, "drafter must be one of"),
+        ({"drafter": "medium"}, "drafter must be auto, "),
         ({"drafter": "model"}, "needs draft_model"),
         ({"drafter": "suffix", "draft_model": 1}, "would not use it"),
         ({"drafter": object()}, "lacks"),

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import outpace
+from outpace import arguments
 from outpace.cli import app
 from outpace.testing.models import tiny_model
 from outpace.testing.tokenizers import tiny_tokenizer
@@ -70,7 +72,7 @@ def test_the_python_of_the_readme_runs_as_it_is_written(
     """With a tiny model in place of the default one: text and tokens per pass, a streamed chat, a batch of two."""
     engine = outpace.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
     monkeypatch.setattr(outpace, "load", lambda: engine)
-    (code,) = blocks(ROOT / "README.md", "python")
+    code, drop_in = blocks(ROOT / "README.md", "python")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     result, results = names["result"], names["results"]
@@ -79,6 +81,34 @@ def test_the_python_of_the_readme_runs_as_it_is_written(
     assert capsys.readouterr().out == f"{result.text} {result.stats.tokens_per_pass}\n{streamed.text}"
     assert len(result.tokens) == 16 and len(streamed.tokens) == 32 and result.stats.tokens_per_pass >= 1
     assert [len(each.tokens) for each in results] == [8, 8]
+    names |= what_a_user_has()
+    exec(compile(drop_in, "README.md", "exec"), names)
+    assert names["output"].shape == (1, names["inputs"]["input_ids"].shape[1] + 64)
+
+
+def what_a_user_has() -> dict[str, Any]:
+    """The names that code of the docs takes for granted: a model, its tokenizer, tokenized inputs."""
+    tokenizer = tiny_tokenizer()
+    return {
+        "model": tiny_model("llama", vocab=len(tokenizer)),
+        "tokenizer": tokenizer,
+        "inputs": tokenizer("The capital of France is", return_tensors="pt", return_token_type_ids=False),
+    }
+
+
+def test_the_python_of_the_drop_in_page_runs_as_it_is_written() -> None:
+    """Both entries give the text of `model.generate`; the pipeline gives a text."""
+    names = what_a_user_has()
+    first, second = blocks(ROOT / "docs" / "dropin.md", "python")
+    exec(compile(first, "dropin.md", "exec"), names)
+    assert torch.equal(names["out"], names["model"].generate(**names["inputs"], max_new_tokens=64))
+    exec(compile(second.replace("pipe(", "output = pipe(", 1), "dropin.md", "exec"), names)
+    assert names["fast"].last_stats[0].num_new_tokens == 16
+
+
+def test_the_table_of_arguments_is_the_one_that_is_enforced() -> None:
+    """docs/dropin.md holds what `python -m outpace.arguments` prints."""
+    assert arguments.as_markdown() in read(ROOT / "docs" / "dropin.md")
 
 
 def test_inline_calls_of_load_have_arguments_that_load_takes() -> None:

@@ -1,4 +1,7 @@
-"""Names become folders or hub ids; GGUF files become folders once, unchanged to the last bit; or the error says why."""
+"""Names become folders or hub ids; GGUF files become folders once, unchanged to the last bit; or the error says why.
+
+And the tiny models that other tests decode with, which must write texts that are worth comparing.
+"""
 
 import importlib.util
 import json
@@ -18,6 +21,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outpace import models
 from outpace.errors import InputError, LoadError, MissingExtraError
 from outpace.models import convert_gguf, default_model, embedded_model, progress_bar, resolve
+from outpace.testing.models import (
+    FAMILIES,
+    MIN_DISTINCT,
+    MIN_MARGIN,
+    NUM_CHECKED,
+    PROMPTS,
+    attentions,
+    scores,
+    tiny_model,
+)
 from outpace.testing.tokenizers import CHAT_TEMPLATE, tiny_tokenizer
 from outpace.text import Detokenizer
 
@@ -405,3 +418,69 @@ def test_smollm2_streams_hard_texts_as_it_decodes_them(real_gguf: Path) -> None:
         shown = [detokenizer.push(token) for token in tokens] + [detokenizer.finish()]
         assert not any("\ufffd" in chunk for chunk in shown)
         assert "".join(shown) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tiny models of outpace.testing
+
+EACH = [(family, attention) for family in FAMILIES for attention in attentions(family)]
+
+
+@pytest.mark.parametrize(("family", "attention"), EACH)
+def test_every_tiny_model_writes_varied_text_with_a_clear_choice_at_each_position(family: str, attention: str) -> None:
+    """What a test compares with is decoded over a cache; a forward without one chooses the same, and by a margin."""
+    model = tiny_model(family, attn_implementation=attention)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_CHECKED, pad_token_id=0
+        )[0].tolist()
+        tokens, best = text[len(prompt) :], scores(model, text)[len(prompt) - 1 : -1].topk(2)
+        assert len(tokens) == NUM_CHECKED and len(set(tokens)) >= MIN_DISTINCT
+        assert best.indices[:, 0].tolist() == tokens
+        assert float((best.values[:, 0] - best.values[:, 1]).min()) >= MIN_MARGIN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_accepts_the_attentions_that_are_named_and_no_others(family: str) -> None:
+    """Each is the one that the model then uses; sdpa, where it is not named, is refused by transformers."""
+    for attention in ("eager", "sdpa"):
+        if attention in attentions(family):
+            assert tiny_model(family, attn_implementation=attention).config._attn_implementation == attention
+        else:
+            with pytest.raises(ValueError, match="does not support an attention implementation"):
+                tiny_model(family, attn_implementation=attention)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tiny_model_is_small_and_never_ends_its_text(family: str) -> None:
+    """Two layers, 512 tokens, 512 positions or more, float32, an output layer of its own, equal weights each time."""
+    model = tiny_model(family)
+    config, weights = model.config, model.state_dict()
+    assert config.model_type == FAMILIES[family].model_type
+    assert config.num_hidden_layers == 2 and config.vocab_size == model.get_output_embeddings().out_features == 512
+    assert getattr(config, "max_position_embeddings", 512) >= 512 and getattr(config, "max_seq_len", 512) >= 512
+    assert model.generation_config.eos_token_id is None
+    assert not model.training and not is_tied(model)
+    assert all(weight.dtype == torch.float32 for weight in weights.values() if weight.is_floating_point())
+    state = torch.random.get_rng_state()
+    again = tiny_model(family).state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("family", "is_windowed"), [("mistral", True), ("starcoder2", True), ("llama", False)])
+def test_a_window_of_16_hides_what_is_further_back(family: str, is_windowed: bool) -> None:
+    """Two layers of it reach 30 tokens back: the 31st changes nothing, the 30th does."""
+    model, text = tiny_model(family), [*PROMPTS[1]]
+    wanted = scores(model, text)[-1]
+    for distance, is_seen in [(30, True), (31, not is_windowed)]:
+        changed = [*text]
+        changed[-1 - distance] = 500
+        assert (float((scores(model, changed)[-1] - wanted).abs().max()) > 1e-3) == is_seen
+
+
+def test_an_unknown_family_is_refused_with_those_that_there_are() -> None:
+    """No other name is guessed."""
+    with pytest.raises(ValueError, match=r"family must be one of llama, mistral, .*, got 'lama'\."):
+        tiny_model("lama")

@@ -6,7 +6,9 @@ the two best scores are nearly equal: the first difference must be such a near-t
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +76,31 @@ def test_a_dynamically_quantised_draft_is_inexact_and_useful(
     assert "inexact" in caplog.text
 
 
-def torchao_quantised(scheme: str) -> Any:
+@pytest.fixture
+def torchao_quantised(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A model quantised by a scheme of torchao, which the Makefile puts beside the packages: transformers imports it,
+    and it prints warnings, in every process that can find it."""
+    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    model = tiny_model("llama")
-    quantization.quantize_(model, getattr(quantization, scheme)())
-    return model
+
+    def quantise(scheme: str) -> Any:
+        model = tiny_model("llama")
+        quantization.quantize_(model, getattr(quantization, scheme)())
+        return model
+
+    return quantise
 
 
-def test_a_target_with_quantised_weights_gives_its_own_plain_text(draft: Any) -> None:
+def test_a_target_with_quantised_weights_gives_its_own_plain_text(
+    torchao_quantised: Callable[[str], Any], draft: Any
+) -> None:
     """T-L4: weights of 8 bits, in torchao's form."""
     model = torchao_quantised("Int8WeightOnlyConfig")
     assert not torch.equal(model(torch.tensor([[1, 2]])).logits, tiny_model("llama")(torch.tensor([[1, 2]])).logits)
     assert_equal_to_plain(model, draft)
 
 
-def test_a_target_with_quantised_activations_is_refused() -> None:
+def test_a_target_with_quantised_activations_is_refused(torchao_quantised: Callable[[str], Any]) -> None:
     """T-L4: rounding an activation to 8 bits turns the smallest difference between two forwards into a large one."""
     with pytest.raises(LoadError, match="Quantisation"):
         accelerate(torchao_quantised("Int8DynamicActivationInt8WeightConfig"))

@@ -210,8 +210,8 @@ def paddings(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         wanted = (is_text.long().cumsum(-1) - 1)[is_text]
-        given = positions[..., :length].expand(rows, length).to(columns.device) if positions.dim() == 2 else wanted[:0]
-        if not torch.equal(given[is_text] if positions.dim() == 2 else given, wanted):
+        fits = positions.dim() == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= length
+        if not fits or not torch.equal(positions.to(columns.device)[:, :length].expand(rows, -1)[is_text], wanted):
             raise InputError("position_ids are not those of the text (0, 1, 2, … after the padding). Leave them out.")
     return paddings.tolist()
 

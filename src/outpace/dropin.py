@@ -11,6 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -171,10 +173,7 @@ class Accelerated:
         **model_kwargs: Any,
     ) -> Any:
         """What transformers calls for `model.generate(..., custom_generate=fast)`."""
-        # transformers drops these before it calls a callable; ignoring them in silence would be worse than looking.
-        caller = inspect.currentframe()
-        caller = caller.f_back if caller is not None else None
-        dropped = caller.f_locals if caller is not None and caller.f_code.co_name == "generate" else {}
+        dropped = _dropped_by_transformers()
         arguments.refuse({name: dropped.get(name) for name in ("assistant_model", "synced_gpus")})
         streamer = dropped.get("streamer")
         call = _Call(self, streamer, seed, has_put_prompt=True)
@@ -183,6 +182,17 @@ class Accelerated:
         finally:
             if streamer is not None:
                 streamer.end()
+
+
+def _dropped_by_transformers() -> dict[str, Any]:
+    """The arguments of the running `model.generate`, some of which it keeps from the callable that it calls.
+
+    Ignoring a streamer in silence would be worse than looking into the caller.
+    """
+    own = inspect.currentframe()
+    caller = own.f_back.f_back if own is not None and own.f_back is not None else None
+    is_generate = caller is not None and caller.f_code is inspect.unwrap(GenerationMixin.generate).__code__
+    return dict(caller.f_locals) if caller is not None and is_generate else {}
 
 
 @dataclass(slots=True)
@@ -277,12 +287,13 @@ class _Call:
         if self.streamer is not None and not self.has_put_prompt:
             self.streamer.put(input_ids.cpu())
         num_put = input_ids.shape[1]
-        for _ in engine.run(sessions):
-            if self.streamer is not None:
-                text = groups[0].text
-                for column in text[:, num_put:].unbind(-1):
-                    self.streamer.put(column.cpu())
-                num_put = text.shape[1]
+        with closing(engine.run(sessions)) as steps:
+            for _ in steps:
+                if self.streamer is not None:
+                    text = groups[0].text
+                    for column in text[:, num_put:].unbind(-1):
+                        self.streamer.put(column.cpu())
+                    num_put = text.shape[1]
         self.fast._local.stats = tuple(session.stats for session in sessions)
 
 

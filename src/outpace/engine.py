@@ -8,7 +8,7 @@ Committed tokens that the cache does not hold yet (a prompt, tokens after a rewo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,7 +162,7 @@ class Engine:
         self._join([session])
         return session
 
-    def run(self, sessions: Sequence[Session]) -> Iterator[None]:
+    def run(self, sessions: Sequence[Session]) -> Generator[None]:
         """Decode sessions to their ends, giving control back after every step; raises the first error of any."""
         try:
             self._join(sessions)

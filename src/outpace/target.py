@@ -103,7 +103,7 @@ class Target:
         self.config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.vocab_size = int(getattr(output, "out_features", None) or self.config.vocab_size)
-        limit = getattr(self.config, "max_position_embeddings", None)
+        limit = getattr(self.config, "max_position_embeddings", getattr(self.config, "max_seq_len", None))
         self.max_positions: int | None = limit if isinstance(limit, int) and limit > 0 else None
         self._cache_keyword = keyword
         self._takes_positions = "position_ids" in accepted
