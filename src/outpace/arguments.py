@@ -65,8 +65,8 @@ ARGUMENTS: Mapping[str, Argument] = {
     "inputs_embeds": Argument("refused", "drafts are token ids, and so must the prompt be"),
     "token_type_ids": Argument("refused", "drafts carry no token types"),
     "past_key_values": _honoured(
-        "a DynamicCache of a prefix of input_ids is taken up and, at the end, holds the whole text; other caches, and "
-        "models with recurrent state, are refused"
+        "a DynamicCache of a prefix of input_ids is taken up and, at the end, holds the text up to where the first row "
+        "ended; other caches, and models with recurrent state, are refused"
     ),
     "cache": _honoured("as `past_key_values`, its older name"),
     "tokenizer": _honoured("for stop_strings; beside `custom_generate=fast` transformers drops it: use fast.generate"),

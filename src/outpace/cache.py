@@ -208,18 +208,20 @@ def read_columns(cache: Any, config: Any, row: int, padding: int) -> Columns:
 
 
 def write_columns(cache: HFCache, rows: Sequence[Columns], paddings: Sequence[int]) -> None:
-    """Append to a cache what it does not hold yet of the rows, [left padding, columns, zeros] each."""
+    """Append to a cache what it does not hold yet of the rows, left padding included, up to the end of the shortest.
+
+    A row that ended early was not fed its pad tokens. What the cache lacks of a text is read again by whoever goes on.
+    """
     start = cache.get_seq_length()
     for number in rows[0]:
         both = []
         for part in (0, 1):
-            states = [columns[number][part] for columns in rows]
-            end = max(x.shape[1] + padding for x, padding in zip(states, paddings, strict=True))
             padded = [
-                nn.functional.pad(x, (0, 0, padding, end - padding - x.shape[1]))
-                for x, padding in zip(states, paddings, strict=True)
+                nn.functional.pad(columns[number][part], (0, 0, padding, 0))
+                for columns, padding in zip(rows, paddings, strict=True)
             ]
-            both.append(torch.stack(padded)[:, :, start:])
+            end = min(x.shape[1] for x in padded)
+            both.append(torch.stack([x[:, start:end] for x in padded]))
         cache.update(both[0], both[1], number)
 
 
