@@ -266,7 +266,7 @@ def test_the_cache_is_where_the_environment_says(
     monkeypatch.delenv("OUTPACE_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert models._cache_root() == tmp_path / ".cache" / "outpace"
+    assert models.cache_root() == tmp_path / ".cache" / "outpace"
 
 
 def test_conversion_is_silent_and_reports_to_the_caller(

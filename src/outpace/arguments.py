@@ -181,7 +181,11 @@ def check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         seen = getattr(config, name, None)
         if name not in ARGUMENTS and name not in _METADATA and not name.startswith("_") and seen not in (None, value):
             raise InputError(f"generate({name}={seen!r}) is not known to this version of outpace. Leave it out.")
-    unknown = [name for name, value in model_kwargs.items() if name not in _INPUTS and value is not None]
+    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    # transformers adds an empty dictionary of its own for models that could take images.
+    unknown = [
+        name for name, value in given.items() if name not in _INPUTS and not (isinstance(value, dict) and not value)
+    ]
     if unknown:
         raise InputError(
             f"generate({unknown[0]}=…) is an input of the model that drafted tokens do not carry. Leave it out, or use "
@@ -192,6 +196,8 @@ def check(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
 def paddings(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:
     """How many columns of left padding each row has. Raises InputError for masks and positions of another kind."""
     rows, length = input_ids.shape
+    if length == 0:
+        raise InputError("The prompt is empty: there is no token to go on from. Give at least one.")
     mask = model_kwargs.get("attention_mask")
     mask_length = getattr(config, "_mask_length", length) if mask is None else mask.shape[1]
     if mask_length != length:

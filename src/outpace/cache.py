@@ -185,6 +185,14 @@ def build_cache(config: Any) -> Cache:
     return RaggedCache(len(layers), passive)
 
 
+def num_cached_tokens(cache: Any) -> int:
+    """How many tokens a user's cache holds; 0 for None and for one that only has states, which does not say."""
+    try:
+        return 0 if cache is None else int(cache.get_seq_length())
+    except ValueError:
+        return 0
+
+
 def read_columns(cache: Any, config: Any, row: int, padding: int) -> Columns:
     """One row of a user's cache, without the columns of its left padding.
 
@@ -201,6 +209,10 @@ def read_columns(cache: Any, config: Any, row: int, padding: int) -> Columns:
     length = cache.get_seq_length()
     columns: Columns = {}
     for number, layer in layers.items():
+        if row >= layer.keys.shape[0]:
+            raise InputError(
+                f"past_key_values holds {layer.keys.shape[0]} rows, and the batch has more. Give one per row."
+            )
         first = length - layer.keys.shape[2]  # above 0 where a window has let go
         keys, values = (nn.functional.pad(x[row], (0, 0, first, 0)) for x in (layer.keys, layer.values))
         columns[number] = (keys[:, padding:], values[:, padding:])

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import arguments, loading
-from .cache import read_columns, write_columns
+from .cache import num_cached_tokens, read_columns, write_columns
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .engine import DEFAULT_K, Engine
 from .errors import EngineError, InputError
@@ -58,6 +59,8 @@ def accelerate(
     Raises LoadError for a model that cannot be decoded exactly, and InputError for bad arguments.
     """
     if callable(getattr(drafter, "get_input_embeddings", None)):
+        if draft_model is not None:
+            raise InputError("Two draft models were given, as drafter and as draft_model. Leave one of them out.")
         drafter, draft_model = "model", drafter
     engine = loading.load(
         model,
@@ -174,10 +177,10 @@ class Accelerated:
     ) -> Any:
         """What transformers calls for `model.generate(..., custom_generate=fast)`."""
         dropped = _dropped_by_transformers()
-        arguments.refuse({name: dropped.get(name) for name in ("assistant_model", "synced_gpus")})
         streamer = dropped.get("streamer")
         call = _Call(self, streamer, seed, has_put_prompt=True)
         try:
+            arguments.refuse({name: dropped.get(name) for name in ("assistant_model", "synced_gpus")})
             return call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         finally:
             if streamer is not None:
@@ -223,18 +226,25 @@ class _Call:
         cache: Any = next((model_kwargs[name] for name in arguments.CACHES if model_kwargs.get(name) is not None), None)
         paddings = arguments.paddings(input_ids, generation_config, model_kwargs)
         sessions = self._sessions(engine, input_ids, paddings, stopping_criteria, generation_config)
-        # Older versions of transformers do not say whose cache it is.
-        is_users = getattr(cache, "_is_user_defined", "past_key_values" in model_kwargs)
+        num_cached = num_cached_tokens(cache)
+        is_users = num_cached > 0 or getattr(cache, "_is_user_defined", False)
+        if num_cached >= input_ids.shape[1]:
+            raise InputError(
+                f"past_key_values holds {num_cached} tokens and input_ids {input_ids.shape[1]}. Give the whole text as "
+                "input_ids, the cached part and at least one token more: drafts are made from it."
+            )
         if is_users and not engine.target.can_copy:
             raise InputError(
                 "generate(past_key_values=…) cannot be honoured: this model keeps a recurrent state, which cannot be "
                 "taken up. Leave it out: the whole text is in input_ids and is read again."
             )
         fills_cache = engine.target.can_copy and cache is not None
-        fills_cache &= is_users or bool(generation_config.return_dict_in_generate)
+        # Older versions of transformers do not say whether an empty cache is the user's.
+        is_wanted = is_users or bool(generation_config.return_dict_in_generate) or "past_key_values" in model_kwargs
+        fills_cache = fills_cache and is_wanted
         for row, session in enumerate(sessions):
             session.keeps_columns = fills_cache
-            if is_users and cache.get_seq_length() > 0:
+            if num_cached > 0:
                 session.columns = read_columns(cache, engine.target.config, row, paddings[row])
         groups = form_groups(
             sessions, input_ids, logits_processor, stopping_criteria, generation_config, self.streamer is not None
@@ -273,14 +283,16 @@ class _Call:
                 return [0] * num_rows
             drawn: list[int] = torch.randint(0, 1 << 48, (num_rows,)).tolist()
             return drawn
-        given = [seed] if isinstance(seed, int) else list(seed)
-        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in given):
-            raise InputError(f"seed must be a whole number, 0 or larger, or one per row, got {seed!r}.")
-        if isinstance(seed, int):
-            return [seed + row % (config.num_return_sequences or 1) for row in range(num_rows)]
+        is_one = not isinstance(seed, list | tuple)
+        given: Sequence[Any] = [seed] if is_one else seed  # type: ignore[assignment]
+        if any(isinstance(one, bool) or not isinstance(one, Integral) or one < 0 for one in given):
+            raise InputError(f"seed must be a whole number, 0 or larger, or a list of one per row, got {seed!r}.")
+        given = [int(one) for one in given]
+        if is_one:
+            return [given[0] + row % (config.num_return_sequences or 1) for row in range(num_rows)]
         if len(given) != num_rows:
             raise InputError(f"seed has {len(given)} numbers for {num_rows} rows. Give one number, or one per row.")
-        return given
+        return list(given)
 
     def _run(self, engine: Engine, sessions: Sequence[Session], groups: Sequence[RowGroup], input_ids: Tensor) -> None:
         """Decode to the ends, and hand tokens to the streamer between steps, where it may take its time."""

@@ -94,7 +94,7 @@ class RowGroup:
             if session.id in tokens:
                 session.commit(tokens[session.id])
         done = self.criteria(self.text, tuple(self.scores) if self.keep_scores else None)
-        self._done |= done.to(self._done.device)
+        self._done |= done.to(self._done.device, torch.bool)
         flags = self._done.tolist()
         if self.pad_token is None and not all(flags):  # nothing to pad with: an ended row goes on until all have ended
             flags = [False] * len(flags)

@@ -134,24 +134,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def attentions(family: str) -> tuple[str, ...]:
+def attentions(family: str | Family) -> tuple[str, ...]:
     """Which of "eager" and "sdpa" a family accepts as `attn_implementation`: transformers takes sdpa where it can."""
     chosen = tiny_model(family, attn_implementation=None).config._attn_implementation
     return ("eager", "sdpa") if chosen == "sdpa" else ("eager",)
 
 
 def tiny_model(
-    family: str, seed: int | None = None, vocab: int = 512, sharpness: float | None = None, **config: Any
+    family: str | Family, seed: int | None = None, vocab: int = 512, sharpness: float | None = None, **config: Any
 ) -> Any:
     """A random model in eval mode, the same one for the same arguments; torch's own generator is left alone.
 
-    family: one of FAMILIES. seed: None takes the one whose text was found varied enough. sharpness: the standard
-    deviation of its scores, about; None takes the family's. config: fields that replace the family's own, and
-    `attn_implementation`.
+    family: one of FAMILIES, or how to build another one. seed: None takes the one whose text was found varied enough.
+    sharpness: the standard deviation of its scores, about; None takes the family's. config: fields that replace the
+    family's own, and `attn_implementation`.
     """
-    if family not in FAMILIES:
+    if isinstance(family, str) and family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}.")
-    kind = FAMILIES[family]
+    kind = FAMILIES[family] if isinstance(family, str) else family
     attention = config.pop("attn_implementation", kind.attention)
     common: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": vocab}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
