@@ -450,7 +450,7 @@ BAD_VALUES: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (("-n", -5), ("max_new_tokens must be", "-5")),
     (("-n", 10**6), ("max_new_tokens is 1000000", "512 positions")),
     (("--stop", ""), ("stop must hold", "''")),
-    (("--drafter", "foo"), ("--drafter", "foo", "suffix")),
+    (("--drafter", "foo"), ("drafter must be", "foo", "suffix")),
     (("--drafter", "model"), ("draft_model",)),
     (("--acceptance", "foo"), ("--acceptance", "foo", "coupled")),
     (("--dtype", "int8"), ("--dtype", "int8")),
@@ -705,7 +705,7 @@ def test_verify_takes_a_prompt_that_nearly_fills_the_model(folders: dict[str, Pa
         (("--top-p", 0), "top_p must be"),
         (("--k", -1), "k must be"),
         (("--width", 3), "width=3"),
-        (("--drafter", "foo"), "--drafter"),
+        (("--drafter", "foo"), "drafter must be"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ import typer
 import outpace
 from outpace import arguments
 from outpace.cli import app
-from outpace.testing.models import tiny_model
+from outpace.testing.models import PROMPTS, tiny_model
 from outpace.testing.tokenizers import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +104,17 @@ def test_the_python_of_the_drop_in_page_runs_as_it_is_written() -> None:
     assert torch.equal(names["out"], names["model"].generate(**names["inputs"], max_new_tokens=64))
     exec(compile(second.replace("pipe(", "output = pipe(", 1), "dropin.md", "exec"), names)
     assert names["fast"].last_stats[0].num_new_tokens == 16
+
+
+def test_the_drafter_of_the_docs_runs_as_it_is_written() -> None:
+    """docs/write-a-drafter.md: the class, both ways to use it, and the contract; it finds something, too."""
+    names: dict[str, Any] = {"outpace": outpace, "model": tiny_model("llama")}
+    code = "\n".join(blocks(ROOT / "docs" / "write-a-drafter.md", "python"))
+    exec(compile(code, "write-a-drafter.md", "exec"), names)
+    assert len(blocks(ROOT / "docs" / "write-a-drafter.md", "python")[0].splitlines()) <= 45
+    engine = outpace.load(names["model"], drafter=names["BigramDrafter"](), k=4)
+    result = engine.generate(list(PROMPTS[1]), outpace.SamplingParams(max_new_tokens=40))
+    assert result.stats.num_drafted_tokens >= 20
 
 
 def test_the_table_of_arguments_is_the_one_that_is_enforced() -> None:

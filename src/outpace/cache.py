@@ -115,6 +115,42 @@ class StateCache:
         raise NotImplementedError("a state cannot be set from columns")
 
 
+class FirstLayers:
+    """The first layers of the target's cache, with lengths of its own for what the draft has written."""
+
+    can_gather = can_crop = can_batch = True
+    can_copy = False
+
+    def __init__(self, cache: Cache, count: int) -> None:
+        self._cache, self._count = cache, count
+        self.lengths: list[int] = []
+
+    def follow(self, row: int) -> None:
+        """Take the row's length from the target: what the draft wrote beyond it is gone."""
+        self.lengths.extend([0] * (row + 1 - len(self.lengths)))
+        self.lengths[row] = self._cache.lengths[row]
+
+    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
+        whole = self._cache.open(rows, starts, num_nodes)
+        return HFCache(layers=whole.layers[: self._count])
+
+    def keep(self, row: int, path: Sequence[int]) -> None:
+        assert list(path) == list(range(len(path))), "the draft keeps committed tokens only"
+        self.lengths[row] += len(path)
+
+    def add_row(self) -> int:
+        raise NotImplementedError("rows are the target's")
+
+    def drop_row(self, row: int) -> None:
+        raise NotImplementedError("rows are the target's")
+
+    def columns(self, row: int) -> Columns:
+        raise NotImplementedError("the target's cache can be copied")
+
+    def set_columns(self, row: int, columns: Columns) -> None:
+        raise NotImplementedError("the target's cache can be set")
+
+
 @dataclass(slots=True)
 class _StateRow:
     hf: HFCache

@@ -6,7 +6,9 @@ import logging
 import re
 from collections.abc import Sequence
 
-from .drafters.base import Budget, Drafter
+from torch import Tensor
+
+from .drafters.base import Budget, Drafter, Observer
 from .errors import InputError
 from .session import Session
 from .tree import TokenTree
@@ -41,6 +43,14 @@ class Drafting:
             except Exception as error:
                 self._failed([session], error)
         return list(trees.values())
+
+    def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
+        """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree."""
+        if isinstance(self.drafter, Observer):
+            try:
+                self.drafter.observe(sessions, trees, logits)
+            except Exception as error:
+                self._failed(sessions, error)
 
     def release(self, session: Session) -> None:
         """The session has ended: the drafter may forget it."""

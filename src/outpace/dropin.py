@@ -12,12 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -25,14 +26,16 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import arguments, loading
 from .cache import num_cached_tokens, read_columns, write_columns
+from .choosing import Vocabularies
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
-from .engine import DEFAULT_K, Engine
+from .drafters.texts import TextStore
+from .engine import Engine
 from .errors import EngineError, InputError
-from .group import RowGroup, form_groups
+from .group import RowGroup, as_generate_gives, form_groups
+from .quantize import DraftQuantize
 from .sampling import SamplingParams
 from .session import Session, Stats
 
@@ -40,21 +43,25 @@ from .session import Session, Stats
 def accelerate(
     model: Any,
     *,
-    drafter: Any = "auto",
+    drafter: Any = None,
     draft_model: Any = None,
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
-    k: int = DEFAULT_K,
+    vocabularies: Vocabularies = "equal",
+    draft_quantize: DraftQuantize = "none",
+    k: int | None = None,
     width: int = 1,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+    corpus: str | Path | TextStore | None = None,
+    memory: int = 0,
+    lookahead: tuple[int, int, int] | None = None,
     prefill_chunk: int = 512,
 ) -> Accelerated:
     """An object whose `generate` takes and gives what `model.generate` does, in fewer passes over the model.
 
     model: a loaded causal language model of transformers, which is used as it is and never changed.
-    drafter: a name (see `outpace.load`), a drafter object, or a draft model: loaded, or a folder or hub id by
-    draft_model. "auto" uses the draft model where there is one, else the text itself. The other arguments are those
-    of `outpace.load`.
+    drafter: as in `outpace.load`, or a draft model that is loaded already. The other arguments are those of
+    `outpace.load`.
 
     Raises LoadError for a model that cannot be decoded exactly, and InputError for bad arguments.
     """
@@ -68,9 +75,14 @@ def accelerate(
         drafter=drafter,
         draft_model=draft_model,
         draft_tokenizer=draft_tokenizer,
+        vocabularies=vocabularies,
+        draft_quantize=draft_quantize,
         k=k,
         width=width,
         confidence_threshold=confidence_threshold,
+        corpus=corpus,
+        memory=memory,
+        lookahead=lookahead,
         prefill_chunk=prefill_chunk,
         applies_generation_config=True,
     )
@@ -252,7 +264,7 @@ class _Call:
         self._run(engine, sessions, groups, input_ids)
         if fills_cache:
             write_columns(cache, [session.columns or {} for session in sessions], paddings)
-        return _result(groups, generation_config, cache if fills_cache else None)
+        return as_generate_gives(groups, generation_config, cache if fills_cache else None)
 
     def _sessions(
         self,
@@ -307,33 +319,3 @@ class _Call:
                         self.streamer.put(column.cpu())
                     num_put = text.shape[1]
         self.fast._local.stats = tuple(session.stats for session in sessions)
-
-
-def _result(groups: Sequence[RowGroup], config: GenerationConfig, cache: Any) -> Any:
-    """The rows of all groups in transformers' shapes; rows that have ended are filled with the pad token."""
-    length = max(group.text.shape[1] for group in groups)
-    sequences = torch.cat(
-        [
-            nn.functional.pad(group.text, (0, length - group.text.shape[1]), value=group.pad_token or 0)
-            for group in groups
-        ]
-    )
-    if not config.return_dict_in_generate:
-        return sequences
-    found: dict[str, Any] = {
-        "sequences": sequences,
-        "scores": _by_step([group.scores for group in groups]) if groups[0].keep_scores else None,
-        "logits": _by_step([group.logits for group in groups]) if groups[0].keep_logits else None,
-    }
-    names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
-    found["cache" if "cache" in names else "past_key_values"] = cache
-    return GenerateDecoderOnlyOutput(**found)
-
-
-def _by_step(records: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Per step [rows, vocab] from the steps of every group; zeros for rows that have ended."""
-    steps = max(len(record) for record in records)
-    return tuple(
-        torch.cat([record[step] if step < len(record) else torch.zeros_like(record[0]) for record in records])
-        for step in range(steps)
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .accept import ACCEPTANCES, Acceptance, accept
 from .cache import Cache
-from .drafters.base import Budget, Drafter, NoDrafter
+from .drafters.base import DEFAULT_K, Budget, Drafter, NoDrafter
 from .drafting import Drafting
 from .errors import EngineError, InputError
 from .probe import Capabilities
@@ -26,8 +26,6 @@ from .session import Session, Stats, TokenLogprob
 from .target import Block, Target
 from .tree import TokenTree
 from .verify import Verdict
-
-DEFAULT_K = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,8 @@ class Engine:
     def __post_init__(self) -> None:
         self._cache = self.target.new_cache()
         self._drafting = Drafting(self.drafter, self.target.vocab_size)
+        if hasattr(self.drafter, "attach"):
+            self.drafter.attach(self._cache)
         self.requests = Requests(self.target, self.tokenizer, self.end_ids, self.options.acceptance, self.drafter.name)
 
     # ---------------------------------------------------------------- for users
@@ -172,6 +172,10 @@ class Engine:
                     if session.error is not None:
                         raise session.error
                 yield
+            for session in sessions:  # the last of them may have ended in another thread's step
+                if session.error is not None:
+                    raise session.error
+            yield
         finally:
             for session in sessions:
                 self.cancel(session)
@@ -284,6 +288,7 @@ class Engine:
             fed.append(session)
         outputs = self.target.forward(self._cache, blocks)
         logits = {session.id: output.logits for session, output in zip(fed, outputs, strict=True)}
+        self._drafting.observe(ready, [trees[s.id] for s in ready], [logits[s.id] for s in ready])
         verdicts = self._accept(ready, trees, logits)
         for session, block in zip(fed, blocks, strict=True):
             if session.id not in trees:

@@ -8,12 +8,13 @@ moves at its own pace; else the rows of the call are one group and move together
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import sampling, verify
 from .errors import InputError
@@ -142,3 +143,33 @@ def form_groups(
         group(slice(row, row + 1), [sampling.for_row(processor, row) for processor in processors])
         for row in range(len(sessions))
     ]
+
+
+def as_generate_gives(groups: Sequence[RowGroup], config: GenerationConfig, cache: Any) -> Any:
+    """The rows of all groups in transformers' shapes; rows that have ended are filled with the pad token."""
+    length = max(group.text.shape[1] for group in groups)
+    sequences = torch.cat(
+        [
+            nn.functional.pad(group.text, (0, length - group.text.shape[1]), value=group.pad_token or 0)
+            for group in groups
+        ]
+    )
+    if not config.return_dict_in_generate:
+        return sequences
+    found: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": _by_step([group.scores for group in groups]) if groups[0].keep_scores else None,
+        "logits": _by_step([group.logits for group in groups]) if groups[0].keep_logits else None,
+    }
+    names = {part.name for part in fields(GenerateDecoderOnlyOutput)}
+    found["cache" if "cache" in names else "past_key_values"] = cache
+    return GenerateDecoderOnlyOutput(**found)
+
+
+def _by_step(records: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Per step [rows, vocab] from the steps of every group; zeros for rows that have ended."""
+    steps = max(len(record) for record in records)
+    return tuple(
+        torch.cat([record[step] if step < len(record) else torch.zeros_like(record[0]) for record in records])
+        for step in range(steps)
+    )

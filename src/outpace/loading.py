@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,24 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import models
 from .accept import Acceptance
-from .drafters.base import Drafter, NoDrafter
-from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter
-from .drafters.suffix import SuffixDrafter
-from .engine import DEFAULT_K, Engine, EngineOptions
+from .choosing import DraftOptions, Vocabularies, choose, names_of
+from .drafters.base import DEFAULT_K, Drafter
+from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
+from .drafters.texts import TextStore
+from .engine import Engine, EngineOptions
 from .errors import InputError, LoadError
 from .probe import probe
+from .quantize import DraftQuantize
 from .target import Target
 
-DrafterName = Literal["suffix", "lookup", "model", "none"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DRAFTERS: dict[DrafterName, str] = {
-    "suffix": "copies what followed the longest earlier occurrence of the text's ending; needs no model",
-    "lookup": "classical prompt lookup: as suffix, but always drafts as much as allowed",
-    "model": "a smaller model with the same vocabulary, given by draft_model",
-    "none": "plain decoding",
-}
-# Tokenizers may differ in this share of their entries (renamed special tokens); beyond it a draft is noise.
-_MAX_DIFFERING_SHARE = 0.01
 
 _log = logging.getLogger("outpace")
 
@@ -38,12 +32,17 @@ def load(
     model: Any = None,
     *,
     tokenizer: Any = None,
-    drafter: str | Drafter | None = None,
+    drafter: str | Drafter | Sequence[str | Drafter] | None = None,
     draft_model: Any = None,
     draft_tokenizer: Any = None,
-    k: int = DEFAULT_K,
+    vocabularies: Vocabularies = "equal",
+    draft_quantize: DraftQuantize = "none",
+    k: int | None = None,
     width: int = 1,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+    corpus: str | Path | TextStore | None = None,
+    memory: int = 0,
+    lookahead: tuple[int, int, int] | None = None,
     acceptance: Acceptance = "coupled",
     prefill_chunk: int = 512,
     dtype: str = "auto",
@@ -55,63 +54,55 @@ def load(
 
     model: a folder, a .gguf file, a hub id, a transformers model (used as it is), or None for the default model.
     tokenizer: for a model object; without one the engine takes and gives token ids only.
-    drafter: one of DRAFTERS or an object with the Drafter protocol; by default, and for "auto", "model" when
-    draft_model is given, else "suffix". draft_model: as `model`. k: most drafted tokens per round; width: branches of
-    a draft model's tree.
-    confidence_threshold: a draft model goes no deeper where a path is accepted with less than this probability.
+    drafter: a name of `choosing.DRAFTERS`, several joined by "+", an object with the Drafter protocol, or a list of
+    these; several give one tree. "auto" is the best union that the model allows. By default "model" when draft_model is
+    given, else "suffix". draft_model: as `model`. vocabularies: how the tokens of target and draft model meet: "equal"
+    ids, "shared" tokens under different ids, or "text", which suits any two tokenizers. draft_quantize: "int8" weights
+    for the draft model, or "auto", int8 where that is measured to be faster. k: most drafted tokens per
+    round; by default what the drafter wants. width: branches of a draft model's tree. confidence_threshold: a draft
+    model goes no deeper where a path is accepted with less than this probability. corpus: a file or folder of text to
+    copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to copy from, too; 0 forgets every
+    request. lookahead: (window, n-gram, guesses).
     acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
     elsewhere. device: of models that are loaded here; by default a GPU where there is one. applies_generation_config:
     the caller applies the model's generation config; else a warning names what it sets and SamplingParams replace.
 
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
-    name = _drafter_name(drafter, draft_model)
-    options = EngineOptions(k=k, acceptance=acceptance, prefill_chunk=prefill_chunk)
+    draft_options = DraftOptions(
+        draft_model=draft_model,
+        draft_tokenizer=draft_tokenizer,
+        vocabularies=vocabularies,
+        draft_quantize=draft_quantize,
+        width=width,
+        confidence_threshold=confidence_threshold,
+        corpus=corpus,
+        memory=memory,
+        lookahead=lookahead,
+    )
+    parts = names_of(drafter, draft_options)
+    options = EngineOptions(k=DEFAULT_K if k is None else k, acceptance=acceptance, prefill_chunk=prefill_chunk)
+    if len(parts) > 1 and acceptance != "coupled":
+        raise InputError(f"A union of drafters needs acceptance='coupled', got {acceptance!r}. Name one drafter.")
     if dtype not in get_args(DtypeName):
         raise InputError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}.")
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise InputError(f"width must be a whole number, 1 (chains) or larger, got {width!r}.")
-    if width > 1 and draft_model is None:
-        raise InputError(f"width={width} asks for trees, and drafter {name!r} drafts chains. Leave width at 1.")
     target_model, tokenizer = load_model(model, tokenizer, dtype, device, progress)
     target = Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
     if not applies_generation_config:
         _name_unused_defaults(target_model)
-    if draft_model is not None:
-        chosen: Drafter = _model_drafter(
-            target, tokenizer, draft_model, draft_tokenizer, width, confidence_threshold, dtype, device, progress
-        )
-    elif isinstance(drafter, str) or drafter is None:
-        plain: dict[str, Callable[[], Drafter]] = {
-            "suffix": SuffixDrafter,
-            "lookup": lambda: SuffixDrafter(min_match=1, growth=None, name="lookup"),
-            "none": NoDrafter,
-        }
-        chosen = plain[name]()
-    else:
-        chosen = drafter
+    chosen = choose(
+        parts,
+        target,
+        tokenizer,
+        draft_options,
+        lambda name, its_tokenizer: load_model(name, its_tokenizer, dtype, device, progress),
+        progress,
+    )
+    if k is None:
+        options = replace(options, k=getattr(chosen, "num_nodes", DEFAULT_K))
     return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options)
-
-
-def _drafter_name(drafter: str | Drafter | None, draft_model: Any) -> str:
-    if drafter is None or drafter == "auto":
-        return "suffix" if draft_model is None else "model"
-    if not isinstance(drafter, str):
-        missing = [name for name in ("name", "propose", "release") if not hasattr(drafter, name)]
-        if missing:
-            raise InputError(f"drafter must be a name or have name, propose and release; {drafter!r} lacks {missing}.")
-        if draft_model is not None:
-            raise InputError("draft_model was given beside a drafter object, which would not use it. Leave one out.")
-        return drafter.name
-    if drafter not in DRAFTERS:
-        raise InputError(f"drafter must be auto, {', '.join(DRAFTERS)}, or an object, got {drafter!r}.")
-    if drafter == "model" and draft_model is None:
-        raise InputError("drafter='model' needs draft_model: the folder, .gguf file or hub id of a smaller model.")
-    if drafter != "model" and draft_model is not None:
-        raise InputError(f"draft_model was given, and drafter={drafter!r} would not use it. Leave one of them out.")
-    return drafter
 
 
 def load_model(
@@ -151,75 +142,6 @@ def _usable_device(name: str) -> torch.device:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise InputError(f"device {name!r} cannot be used here: {first}. Use 'cpu', or leave it out.") from error
     return torch.device(name)
-
-
-def _model_drafter(
-    target: Target,
-    tokenizer: Any,
-    draft_model: Any,
-    draft_tokenizer: Any,
-    width: int,
-    confidence_threshold: float,
-    dtype: str,
-    device: str | None,
-    progress: models.Progress | None,
-) -> ModelDrafter:
-    draft, draft_tokenizer = load_model(draft_model, draft_tokenizer, dtype, device, progress)
-    draft_target = Target(draft)
-    found = probe(draft_target, is_draft=True)
-    draft_target.can_tree = found.can_tree
-    if not found.is_exact:
-        _log.warning("The draft model is inexact over its cache (%s). Its drafts are worse for it.", found.reasons[0])
-    if draft is target.model or _origin(draft) == _origin(target.model):
-        _log.warning("The draft model is the target itself: exact, and no faster. Give a smaller model to gain time.")
-    if width > 1 and not (target.can_tree and draft_target.can_tree):
-        raise InputError(f"width={width} asks for trees, and one of the models can only take chains. Leave width at 1.")
-    num_tokens = check_vocabulary(tokenizer, draft_tokenizer, target.vocab_size, draft_target.vocab_size)
-    return ModelDrafter(draft_target, target.vocab_size, num_tokens, width, confidence_threshold)
-
-
-def _origin(model: Any) -> object:
-    """Something equal for two loads of one model: its name and size; the object itself when it has no name."""
-    name = str(getattr(model, "name_or_path", ""))
-    return (name, sum(p.numel() for p in model.parameters())) if name else model
-
-
-def check_vocabulary(tokenizer: Any, draft_tokenizer: Any, vocab_size: int, draft_vocab_size: int) -> int:
-    """The number of leading token ids that target and draft share; raises LoadError when their tokens differ.
-
-    Without both tokenizers only the sizes can be compared, and must be equal. Rows beyond the tokenizer (padding of the
-    embedding) do not matter, and a few differing tokens only make drafts worse: they are named in a warning.
-    """
-    if tokenizer is None or draft_tokenizer is None:
-        if vocab_size != draft_vocab_size:
-            raise LoadError(
-                f"The target has {vocab_size} token ids and the draft {draft_vocab_size}, and without both tokenizers "
-                "it cannot be told whether they agree. Pass tokenizer= and draft_tokenizer=."
-            )
-        return vocab_size
-    ours = {index: token for token, index in tokenizer.get_vocab().items()}
-    theirs = {index: token for token, index in draft_tokenizer.get_vocab().items()}
-    shared: int = min(max(ours), max(theirs)) + 1
-    differing = [i for i in range(shared) if ours.get(i) != theirs.get(i)]
-    added = abs(len(ours) - len(theirs))
-    if differing:
-        first = differing[0]
-        what = (
-            f"{len(differing)} of {shared} tokens differ between target ({len(ours)} tokens) and draft ({len(theirs)} "
-            f"tokens); the first is {first}: {ours.get(first)!r} in the target and {theirs.get(first)!r} in the draft"
-        )
-        if len(differing) > _MAX_DIFFERING_SHARE * shared:
-            raise LoadError(
-                f"The draft's tokenizer does not match: {what}. A draft in other token ids would only ever be refused. "
-                "Use a draft model of the same family, or drafter='suffix', which needs none."
-            )
-        _log.warning("%s. Drafts are a little worse for it; the output is the same.", what)
-    if added > shared:
-        raise LoadError(
-            f"The target has {len(ours)} tokens and the draft {len(theirs)}: they are not of one family. Use a draft "
-            "model of the same family, or drafter='suffix', which needs none."
-        )
-    return shared
 
 
 # What a generation config may set that changes even greedy text, with the value that changes nothing.

@@ -81,7 +81,7 @@ def convert_gguf(path: str | Path, cache_dir: str | Path | None = None, progress
     """The folder of the GGUF file's model: converted to fp32 safetensors on the first call, then cached."""
     path = Path(path).expanduser().absolute()
     _check_is_gguf(path)
-    root = _cache_root() if cache_dir is None else Path(cache_dir).expanduser().absolute()
+    root = cache_root() if cache_dir is None else Path(cache_dir).expanduser().absolute()
     name = re.sub(r"[^\w.-]+", "_", path.stem)
     folder = root / "gguf" / f"{name}-{_fingerprint(path)}"
     if not _is_complete(folder):
@@ -93,7 +93,7 @@ def convert_gguf(path: str | Path, cache_dir: str | Path | None = None, progress
 
 def converted_models() -> list[Path]:
     """The folders of all GGUF files converted so far."""
-    return sorted(folder for folder in (_cache_root() / "gguf").glob("*") if _is_complete(folder))
+    return sorted(folder for folder in (cache_root() / "gguf").glob("*") if _is_complete(folder))
 
 
 @contextlib.contextmanager
@@ -152,7 +152,8 @@ def _near_match(path: Path) -> str | None:
     return str(path.with_name(matches[0])) if matches else None
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
+    """Where conversions and other things that can be made again are kept."""
     if explicit := os.environ.get("OUTPACE_CACHE"):
         return Path(explicit).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "outpace"

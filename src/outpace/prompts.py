@@ -35,6 +35,8 @@ BUILT_IN = (
     _chat("list", "data", "List the months of the year as JSON objects with the keys name and days."),
 )
 
+QUESTIONS = tuple(chat.prompt[-1]["content"] for chat in BUILT_IN if not isinstance(chat.prompt, str))
+
 
 def read_prompts(path: str | Path) -> list[NamedPrompt]:
     """The prompts of a file: one per line of text, or JSON lines.

@@ -79,7 +79,18 @@ class Requests:
             processors=processors,
             detokenizer=Detokenizer(self.tokenizer, tuple(params.stop)) if needs_text else None,
             stats=stats,
+            prediction=self._prediction(params),
         )
+
+    def _prediction(self, params: SamplingParams) -> tuple[int, ...]:
+        """The token ids of what the user expects back."""
+        if not isinstance(params.prediction, str):
+            return tuple(params.prediction)
+        if not params.prediction:
+            return ()
+        if self.tokenizer is None:
+            raise InputError("A prediction in words needs a tokenizer, and this engine has none. Give token ids.")
+        return tuple(self.tokenizer(_encodable(params.prediction), add_special_tokens=False)["input_ids"])
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids; raises InputError for what is not a prompt."""

@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
@@ -67,6 +69,9 @@ class SamplingParams:
     ignore_eos: go on past the model's end-of-text tokens. logprobs: how many alternatives to report per token
     (0: only the token itself; None: off), from the raw logits of the target.
     logits_processors: transformers' processors, called once per committed token, in order, on the exact text.
+    prediction: the text that is expected back, as text or token ids, for instance a file of which a part shall change:
+    drafters may copy from it; it does not change the output. tenant: drafts are copied from this request's own text
+    and from earlier outputs of the same tenant only.
     """
 
     temperature: float = 0.0
@@ -85,6 +90,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    prediction: str | Sequence[int] = ()
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -116,6 +123,12 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias: token id", token, 0, "0 or larger")
             _number(f"logit_bias[{token}]", bias, lambda x: True, "a finite number")
+        if not isinstance(self.prediction, str):
+            _list("prediction", self.prediction)
+            for token in self.prediction:
+                _integer("prediction: token id", token, 0, "0 or larger")
+        if not isinstance(self.tenant, str):
+            raise InputError(f"tenant must be a string, got {self.tenant!r}.")
         for processor in self.logits_processors:
             if not callable(processor):
                 raise InputError(f"logits_processors must hold callables, got {processor!r}.")
@@ -301,6 +314,11 @@ def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> 
     ids, log_probs = warp(scores, params)
     _check_scores(log_probs.isnan().any(), f" at position {position}")
     return noise.choose(log_probs, ids, seed, position)
+
+
+def at_temperature(log_probs: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
+    """Log-probabilities of a few tokens as sampling takes them, not normalised; for drafts, which only guess."""
+    return log_probs / params.temperature
 
 
 def greedy_tokens(logits: Tensor) -> list[int] | None:

@@ -113,6 +113,7 @@ class Session:
     finish_reason: "stop" (end-of-text token or stop string) or "length"; None while the text goes on.
     stop_reason: the token id or string that stopped it. error: an exception that ended it.
     is_cancelled: its row is, or will be, given to others. group: the rows it is decided with, when not alone.
+    prediction: token ids that are expected as output, for drafters to copy from.
     columns: attention layer -> (keys, values), each [heads, length, head dim], of the tokens that the target's cache
     shall hold when the session joins; and those that it held when the session left, if `keeps_columns`.
     """
@@ -136,6 +137,7 @@ class Session:
     started: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     group: Group | None = None
+    prediction: tuple[int, ...] = ()
     columns: dict[int, tuple[Tensor, Tensor]] | None = None
     keeps_columns: bool = False
     _text: Tensor | None = None

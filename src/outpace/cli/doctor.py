@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import models
+from ..choosing import DRAFTERS
 from ..errors import OutpaceError
-from ..loading import DRAFTERS, load_model
+from ..loading import load_model
 from ..probe import probe
 from ..target import Target
 from .options import Device, Dtype, Json, quiet_transformers, to_json

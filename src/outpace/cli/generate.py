@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,19 +12,23 @@ from rich.table import Table
 
 from .. import audit, session
 from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
-from ..engine import DEFAULT_K, Engine, Result
+from ..engine import Engine, Result
 from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
     AcceptanceOption,
     ConfidenceThreshold,
+    Corpus,
     Device,
     DrafterOption,
     DraftModel,
+    DraftQuantizeOption,
     Dtype,
     Json,
     K,
+    Lookahead,
     Model,
+    VocabulariesOption,
     Width,
     as_prompt,
     load_engine,
@@ -39,9 +44,13 @@ def generate(
     model: Model = None,
     draft_model: DraftModel = None,
     drafter: DrafterOption = None,
-    k: K = DEFAULT_K,
+    k: K = None,
     width: Width = 1,
     confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
+    vocabularies: VocabulariesOption = "equal",
+    draft_quantize: DraftQuantizeOption = "none",
+    corpus: Corpus = None,
+    lookahead: Lookahead = None,
     acceptance: AcceptanceOption = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.top_p,
@@ -52,6 +61,9 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")
     ] = _DEFAULTS.max_new_tokens,
+    prediction: Annotated[
+        Path | None, typer.Option(help="A file with the text that is expected back; drafts copy from it.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be given several times.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template. [default: if there is one]")
@@ -75,9 +87,24 @@ def generate(
         seed=seed,
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
+        prediction="" if prediction is None else _read_file(prediction),
     )
     text = _read_prompt(prompt)
-    engine = load_engine(model, draft_model, drafter, k, width, confidence_threshold, acceptance, dtype, device)
+    engine = load_engine(
+        model,
+        draft_model=draft_model,
+        drafter=drafter,
+        k=k,
+        width=width,
+        confidence_threshold=confidence_threshold,
+        vocabularies=vocabularies,
+        draft_quantize=draft_quantize,
+        corpus=corpus,
+        lookahead=lookahead,
+        acceptance=acceptance,
+        dtype=dtype,
+        device=device,
+    )
     request = as_prompt(engine, text, chat, system)
     if compare:  # neither run should pay for the process's first forwards
         for warm in (engine, engine.without_drafts()):
@@ -92,6 +119,13 @@ def generate(
         talk.print(f"[dim]{_summary(result)}[/]")
     if as_json:
         print(to_json(report))
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read as UTF-8 text: {error}", param_hint="--prediction") from error
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 
 from ..accept import Acceptance
+from ..choosing import DRAFTERS, Vocabularies
 from ..engine import Engine
-from ..loading import DRAFTERS, DrafterName, DtypeName, load
+from ..loading import DtypeName, load
 from ..models import progress_bar
+from ..quantize import DraftQuantize
 
 talk = Console(stderr=True, highlight=False)
 
@@ -30,12 +32,34 @@ DraftModel = Annotated[
     typer.Option(help="A smaller model with the same vocabulary that drafts (path or hub id)."),
 ]
 DrafterOption = Annotated[
-    DrafterName | None, typer.Option("--drafter", help=f"Who guesses. {_DRAFTER_HELP}. [default: suffix, or model]")
+    str | None,
+    typer.Option(
+        "--drafter",
+        help=f"Who guesses. {_DRAFTER_HELP}. auto: the best that the model allows. Join several with +, as in "
+        "suffix+recycle. [default: suffix, or model]",
+    ),
 ]
-K = Annotated[int, typer.Option("--k", help="Most drafted tokens per pass.")]
+K = Annotated[int | None, typer.Option("--k", help="Most drafted tokens per pass. [default: what the drafter wants]")]
 Width = Annotated[int, typer.Option(help="Branches of a draft model's tree; 1 drafts chains.")]
 ConfidenceThreshold = Annotated[
     float, typer.Option(help="A draft model goes no deeper where it expects acceptance below this.")
+]
+VocabulariesOption = Annotated[
+    Vocabularies,
+    typer.Option(
+        "--vocabularies",
+        help="How the tokens of target and draft model meet. equal: the same ids. shared: the same words under other "
+        "ids. text: any two tokenizers, through text.",
+    ),
+]
+DraftQuantizeOption = Annotated[
+    DraftQuantize,
+    typer.Option("--draft-quantize", help="Weights of the draft model: int8, or auto, int8 where it measures faster."),
+]
+Corpus = Annotated[str | None, typer.Option(help="A file or folder of text or code to copy drafts from.")]
+Lookahead = Annotated[
+    str | None,
+    typer.Option(metavar="W,N,G", help="Of --drafter lookahead: window, n-gram and guesses. [default: 15,5,15]"),
 ]
 AcceptanceOption = Annotated[
     Acceptance,
@@ -50,32 +74,21 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 … [default
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
 
 
-def load_engine(
-    model: str | None,
-    draft_model: str | None,
-    drafter: DrafterName | None,
-    k: int,
-    width: int,
-    confidence_threshold: float,
-    acceptance: Acceptance,
-    dtype: DtypeName,
-    device: str | None,
-) -> Engine:
+def load_engine(model: str | None, *, lookahead: str | None = None, **arguments: Any) -> Engine:
     """`outpace.load` with a progress bar on stderr and without transformers' own chatter."""
     quiet_transformers()
     with progress_bar() as progress:
-        return load(
-            model,
-            drafter=drafter,
-            draft_model=draft_model,
-            k=k,
-            width=width,
-            confidence_threshold=confidence_threshold,
-            acceptance=acceptance,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-        )
+        return load(model, lookahead=_three_numbers(lookahead), progress=progress, **arguments)
+
+
+def _three_numbers(text: str | None) -> tuple[int, int, int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        raise typer.BadParameter(f"{text!r} is not of the form W,N,G, as in 15,5,15", param_hint="--lookahead")
+    window, ngram, guesses = (int(part) for part in parts)
+    return window, ngram, guesses
 
 
 def quiet_transformers() -> None:

@@ -14,18 +14,22 @@ from rich.table import Table
 
 from .. import audit
 from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
-from ..engine import DEFAULT_K, Engine
+from ..engine import Engine
 from ..prompts import BUILT_IN, NamedPrompt, read_prompts
 from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
     ConfidenceThreshold,
+    Corpus,
     Device,
     DrafterOption,
     DraftModel,
+    DraftQuantizeOption,
     Dtype,
     Json,
     K,
+    Lookahead,
+    VocabulariesOption,
     Width,
     load_engine,
     talk,
@@ -39,9 +43,13 @@ def verify(
     ] = None,
     draft_model: DraftModel = None,
     drafter: DrafterOption = None,
-    k: K = DEFAULT_K,
+    k: K = None,
     width: Width = 1,
     confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
+    vocabularies: VocabulariesOption = "equal",
+    draft_quantize: DraftQuantizeOption = "none",
+    corpus: Corpus = None,
+    lookahead: Lookahead = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
@@ -65,7 +73,21 @@ def verify(
     base = SamplingParams(max_new_tokens=max_new_tokens)
     sampled = replace(base, temperature=temperature, top_p=top_p)
     settings = [("greedy", base), *((f"seed {seed}", replace(sampled, seed=seed)) for seed in range(seeds))]
-    engine = load_engine(model, draft_model, drafter, k, width, confidence_threshold, "coupled", dtype, device)
+    engine = load_engine(
+        model,
+        draft_model=draft_model,
+        drafter=drafter,
+        k=k,
+        width=width,
+        confidence_threshold=confidence_threshold,
+        vocabularies=vocabularies,
+        draft_quantize=draft_quantize,
+        corpus=corpus,
+        lookahead=lookahead,
+        acceptance="coupled",
+        dtype=dtype,
+        device=device,
+    )
     rounding = _measure(engine, chosen[0], max_new_tokens)
     kept: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from ..session import Session
 from ..tree import TokenTree
+
+DEFAULT_K = 8  # drafted tokens per round, where neither the user nor the drafter says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,13 @@ class Budget:
 class Drafter(Protocol):
     """Guesses what follows the committed tokens of each row.
 
-    All rows come in one call, so that a drafter with a network can batch them. There is no feedback call: a drafter
-    compares with `session.tokens` what it proposed before, and catches up. Whatever it returns is checked; an
-    exception, wrong ids or too many nodes cost the round its draft and are counted.
+    All rows come in one call, so that a drafter with a network can batch them. A drafter learns what was accepted by
+    comparing with `session.tokens` what it proposed before. Whatever it returns is checked; an exception, wrong ids or
+    too many nodes cost the round its draft and are counted.
+
+    Optional: `observe` (see `Observer`); `needs_trees = True` for a drafter that is useless where only chains can be
+    verified; `num_nodes`, the drafted nodes per round that it wants by default; `attach(cache)`, called once with the
+    target's cache by a drafter's engine.
     """
 
     name: str
@@ -35,6 +43,15 @@ class Drafter(Protocol):
 
     def release(self, session: Session) -> None:
         """Forget a session that has ended; also called for one that was never seen."""
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from the target's scores, which every verification has for all nodes of the tree."""
+
+    def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
+        """Called after a forward and before anything of it is committed. logits: [nodes, vocab] per session, raw."""
         ...
 
 

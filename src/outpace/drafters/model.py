@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ _log = logging.getLogger("outpace")
 
 @dataclass(slots=True)
 class _Node:
-    """A drafted token. parent: its index in `_Draft.nodes`, -1 for the root. column: its place in the draft cache's
+    """A drafted token. parent: its index in `RowDraft.nodes`, -1 for the root. column: its place in the draft cache's
     open block, None while it has not been fed. q: what it was drawn from, for ratio tests."""
 
     token: int
@@ -41,7 +42,7 @@ class _Node:
 
 
 @dataclass(slots=True)
-class _Draft:
+class RowDraft:
     """The draft state of one session between rounds."""
 
     row: int
@@ -57,10 +58,28 @@ class _Draft:
         return column
 
 
+class SharedTokens:
+    """Tokens that target and draft spell alike, under different ids (Timor et al., arXiv 2502.05202, "TLI").
+
+    target_ids, draft_ids: [shared] int64, the same token at the same place.
+    """
+
+    def __init__(self, tokenizer: Any, draft_tokenizer: Any) -> None:
+        theirs = draft_tokenizer.get_vocab()
+        pairs = sorted((index, theirs[word]) for word, index in tokenizer.get_vocab().items() if word in theirs)
+        self.to_draft = dict(pairs)
+        self.target_ids = torch.tensor([ours for ours, _ in pairs], dtype=torch.int64)
+        self.draft_ids = torch.tensor([other for _, other in pairs], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.to_draft)
+
+
 class ModelDrafter:
     """A chain (width 1) or a tree from a draft model.
 
-    vocab_size: of the target. num_tokens: drafted ids stay below it (the tokens that both models share). width:
+    vocab_size: of the target. num_tokens: drafted ids stay below it (the tokens that both models share). shared: the
+    tokens that both have, where their ids differ. width:
     branches per expanded node and nodes expanded per depth. confidence_threshold: a path is not drafted further once
     the estimated probability that all of it is accepted falls below this.
     """
@@ -74,6 +93,7 @@ class ModelDrafter:
         num_tokens: int,
         width: int = 1,
         confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+        shared: SharedTokens | None = None,
     ) -> None:
         if width < 1:
             raise InputError(f"width must be 1 (chains) or larger, got {width!r}.")
@@ -84,8 +104,9 @@ class ModelDrafter:
         self._num_tokens = min(num_tokens, vocab_size, draft.vocab_size)
         self._width = width
         self._threshold = confidence_threshold
+        self._shared = shared
         self._cache: Cache = draft.new_cache()
-        self._drafts: dict[int, _Draft] = {}
+        self._drafts: dict[int, RowDraft] = {}
         self._warned = False
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
@@ -109,6 +130,18 @@ class ModelDrafter:
             self._tree(session, budget) if budget.depth > 0 else TokenTree.chain(session.tokens[-1])
             for session, budget in work
         ]
+
+    def rewind(self, session: Session, length: int) -> None:
+        """Only the first `length` tokens of the session are still what they were."""
+        draft = self._drafts.get(session.id)
+        if draft is None or self._cache.lengths[draft.row] <= length:
+            return
+        if self._cache.can_crop:
+            self._cache.keep(draft.row, [])
+            self._cache.lengths[draft.row] = length
+            draft.nodes, draft.fed = [], []
+        else:
+            self.release(session)
 
     def release(self, session: Session) -> None:
         gone = self._drafts.pop(session.id, None)
@@ -153,14 +186,16 @@ class ModelDrafter:
         return logits
 
     def _known(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens, with 0 for ids that the draft model has no embedding for (a draft may be wrong)."""
+        """The tokens in the draft's ids, with 0 for those that it has no embedding for (a draft may be wrong)."""
+        if self._shared is not None:
+            return tuple(self._shared.to_draft.get(token, 0) for token in tokens)
         return tuple(token if token < self._draft.vocab_size else 0 for token in tokens)
 
     def _rewind(self, session: Session) -> None:
         """Keep what was drafted and then committed; the rest of the open block is dropped."""
         draft = self._drafts.get(session.id)
         if draft is None:
-            draft = self._drafts[session.id] = _Draft(self._cache.add_row())
+            draft = self._drafts[session.id] = RowDraft(self._cache.add_row())
         length = self._cache.lengths[draft.row]
         path: list[int] = []
         if draft.fed:
@@ -223,15 +258,23 @@ class ModelDrafter:
             for token, confidence, q in self._candidates(session, scores, position, width, parent):
                 draft.nodes.append(_Node(token, parent, depth + 1, value * confidence, q))
 
+    def _scores(self, logits: Tensor) -> Tensor:
+        """[n] float32: the draft's scores of target ids 0, 1, …; -inf for those that it does not know."""
+        if self._shared is None:
+            return logits[: self._num_tokens].to(torch.float32)
+        scores = torch.full((self._vocab_size,), -torch.inf, device=logits.device)
+        scores[self._shared.target_ids.to(logits.device)] = logits[self._shared.draft_ids.to(logits.device)].float()
+        return scores
+
     def _candidates(
         self, session: Session, logits: Tensor, position: int, width: int, parent: int
     ) -> list[tuple[int, float, Tensor | None]]:
         """Up to `width` tokens as (token, confidence, q). Confidence is the softmax of log q + noise: how clear the
         draft's own choice is, which says how likely a slightly different distribution chooses the same."""
-        scores = logits[: self._num_tokens].to(torch.float32)
+        scores = self._scores(logits)
         params = session.params
         if params.is_greedy:
-            values, ids = scores.topk(min(width, self._num_tokens))
+            values, ids = scores.topk(min(width, scores.shape[0]))
             confidence = (values - scores.logsumexp(0)).exp().clamp_max(1.0)
             return [(token, sure, None) for token, sure in zip(ids.tolist(), confidence.tolist(), strict=True)]
         kept, log_q = sampling.warp(scores, params)

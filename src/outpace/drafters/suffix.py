@@ -1,136 +1,122 @@
-"""Drafts from the text itself: what followed the longest earlier occurrence of its ending. Needs no model.
+"""Drafts from texts: what followed earlier occurrences of the ending, in this text and in earlier ones. Needs no model.
 
-The text is kept as a suffix automaton (Blumer et al. 1985; used for drafting by SAM-Decoding, arXiv 2411.10666):
-appending a token costs amortised O(1), and the longest ending that occurred before is known at every moment.
+After prompt lookup (Saxena 2023), SAM-Decoding (arXiv 2411.10666) and SuffixDecoding (arXiv 2411.04975): the longest
+match decides, several places with equal matches are counted, and where their continuations differ the draft branches.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import InputError
 from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
+from .candidates import Candidates
+from .texts import GrowingText, Occurrence, TextStore
+
+# A shorter match counts half as much per missing token, a place further back a little less than the one before.
+_PER_TOKEN, _PER_PLACE = 0.5, 0.8
+_PREDICTION_MATCH = 8  # how much the beginning of a prediction is trusted, in matched tokens
 
 
-class SuffixAutomaton:
-    """All substrings of a token sequence, with an end position of each.
+@dataclass(slots=True)
+class _Texts:
+    """What a session draws from. prediction: the text that its user expects back."""
 
-    State 0 is the empty string. `match` is the length of the longest suffix that occurred earlier in the sequence,
-    `matched_end` the index of that occurrence's last token: after 5 6 7 5 6 the match is 2 and it ended at index 1.
-    """
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._edges: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._end = [-1]
-        self._last = 0
-        self._state = 0
-        self.match = 0
-        self.matched_end = -1
-
-    def append(self, token: int) -> None:
-        """Add one token and move the match to the longest suffix that ends in it."""
-        self._advance(token)
-        index = len(self.tokens)
-        self.tokens.append(token)
-        self.matched_end = self._end[self._state]
-        self._insert(token, index)
-        # The next time this suffix is met, its latest continuation is the likelier one.
-        self._end[self._state] = index
-
-    def _advance(self, token: int) -> None:
-        state, match = self._state, self.match
-        while state and token not in self._edges[state]:
-            state = self._link[state]
-            match = self._length[state]
-        if token in self._edges[state]:
-            state = self._edges[state][token]
-            match += 1
-        # A state holds suffixes of several lengths; splits may have moved the shorter ones to its link.
-        while match <= self._length[self._link[state]] and state:
-            state = self._link[state]
-        self._state, self.match = state, match
-
-    def _insert(self, token: int, index: int) -> None:
-        new = self._new_state({}, 0, self._length[self._last] + 1, index)
-        state = self._last
-        self._last = new
-        while state >= 0 and token not in self._edges[state]:
-            self._edges[state][token] = new
-            state = self._link[state]
-        if state < 0:
-            return
-        follower = self._edges[state][token]
-        if self._length[follower] == self._length[state] + 1:
-            self._link[new] = follower
-            return
-        clone = self._new_state(
-            dict(self._edges[follower]), self._link[follower], self._length[state] + 1, self._end[follower]
-        )
-        self._link[follower] = self._link[new] = clone
-        if self._state == follower and self.match <= self._length[clone]:
-            self._state = clone
-        while state >= 0 and self._edges[state].get(token) == follower:
-            self._edges[state][token] = clone
-            state = self._link[state]
-
-    def _new_state(self, edges: dict[int, int], link: int, length: int, end: int) -> int:
-        self._edges.append(edges)
-        self._link.append(link)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._link) - 1
-
-    def continuation(self, count: int) -> list[int]:
-        """The `count` tokens after the matched occurrence; a copy that reaches the end goes on with itself."""
-        if self.match == 0:
-            return []
-        copied: list[int] = []
-        start, size = self.matched_end + 1, len(self.tokens)
-        for index in range(start, start + count):
-            copied.append(self.tokens[index] if index < size else copied[index - size])
-        return copied
+    own: GrowingText
+    prediction: GrowingText = field(default_factory=GrowingText)
 
 
 class SuffixDrafter:
-    """Chains copied from the text. The longer the match, the longer the chain.
+    """Trees of continuations.
 
-    min_match: shortest ending worth a draft. growth: drafted tokens per matched token; None always drafts as much as
-    the budget allows, which with min_match 1 is classical prompt lookup.
+    min_match: shortest ending worth a draft. least_value: paths that are less likely than this are not drafted; 0
+    drafts as much as the budget allows, which with min_match 1 is classical prompt lookup. memory: texts of earlier
+    requests and of files, by tenant; None remembers nothing beyond the request. A request's own output goes there when
+    it ends, and is found again only by requests of the same tenant. corpus: texts that all tenants share.
     """
 
-    def __init__(self, min_match: int = 2, growth: float | None = 2.0, name: str = "suffix") -> None:
-        if min_match < 1:
-            raise InputError(f"min_match must be 1 or larger, got {min_match!r}.")
-        if growth is not None and growth <= 0:
-            raise InputError(f"growth must be above 0, or None to draft as much as allowed, got {growth!r}.")
+    def __init__(
+        self,
+        min_match: int = 2,
+        least_value: float = 0.1,
+        name: str = "suffix",
+        max_tokens: int = 0,
+        corpus: TextStore | None = None,
+    ) -> None:
+        if isinstance(min_match, bool) or not isinstance(min_match, int) or min_match < 1:
+            raise InputError(f"min_match must be a whole number, 1 or larger, got {min_match!r}.")
+        if not 0 <= least_value < 1:
+            raise InputError(f"least_value must be at least 0 and below 1, got {least_value!r}.")
         self.name = name
-        self._min_match = min_match
-        self._growth = growth
-        self._texts: dict[int, SuffixAutomaton] = {}
+        self._min_match, self._least_value = min_match, least_value
+        self._max_tokens = max_tokens
+        self._corpus = corpus
+        self._memories: dict[str, TextStore] = {}
+        self._texts: dict[int, _Texts] = {}
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
         return [self._propose(session, budget) for session, budget in zip(sessions, budgets, strict=True)]
 
     def _propose(self, session: Session, budget: Budget) -> TokenTree:
-        text = self._texts.setdefault(session.id, SuffixAutomaton())
-        for token in session.tokens[len(text.tokens) :]:
-            text.append(token)
-        limit = min(budget.nodes, budget.depth)
-        if text.match < self._min_match:
-            return TokenTree.chain(session.tokens[-1])
-        if self._growth is not None:
-            limit = min(limit, math.ceil(self._growth * text.match))
-        drafts = text.continuation(limit)
-        # A copied token is right about as often as the match is long; the chain must be right up to it.
-        step = text.match / (text.match + 1)
-        value = [step ** (depth + 1) for depth in range(len(drafts))]
-        return TokenTree.chain(session.tokens[-1], drafts, self.name, value)
+        texts = self._texts.get(session.id)
+        if texts is None:
+            texts = self._texts[session.id] = _Texts(GrowingText())
+            texts.prediction.extend(session.prediction)
+        texts.own.extend(session.tokens[len(texts.own.tokens) :])
+        found = Candidates(session.tokens[-1])
+        self._grow(found, self._occurrences(session, texts), budget)
+        return found.best(budget)
+
+    def _occurrences(self, session: Session, texts: _Texts) -> list[tuple[Occurrence, float]]:
+        """Earlier places of the ending, with their weights."""
+        ending = texts.own.tokens
+        found = texts.own.find(ending, self._min_match)
+        for store in (self._memories.get(session.params.tenant), self._corpus):
+            if store is not None:
+                found += store.find(ending, self._min_match)
+        if texts.prediction.tokens:
+            expected = texts.prediction.find(ending, self._min_match)
+            if not expected and len(session.tokens) == session.num_prompt_tokens:
+                expected = [Occurrence(texts.prediction.tokens, 0, _PREDICTION_MATCH, repeats=False)]
+            found += expected
+        longest = max((place.match for place in found), default=0)
+        return [(p, _PER_TOKEN ** (longest - p.match) * _PER_PLACE**rank) for rank, p in enumerate(found)]
+
+    def _grow(self, found: Candidates, places: list[tuple[Occurrence, float]], budget: Budget) -> None:
+        """Every node gets the tokens that its places go on with, each with its share of their weight."""
+        here = {0: places}
+
+        def successors(node: int) -> Iterator[tuple[int, float, str]]:
+            depth = found.depths[node]
+            groups: dict[int, list[tuple[Occurrence, float]]] = {}
+            for place, weight in here.pop(node):
+                token = place.token(depth)
+                if token is not None:
+                    groups.setdefault(token, []).append((place, weight))
+            weights = {token: sum(weight for _, weight in group) for token, group in groups.items()}
+            total = sum(weights.values())
+            for token in sorted(weights, key=lambda token: -weights[token]):
+                share, group = weights[token] / total, groups[token]
+                match = max(place.match for place, _ in group)
+                # A copied token is right about as often as the match is long.
+                chance = share * match / (match + 1)
+                if found.values[node] * chance < self._least_value:
+                    return
+                here[len(found)] = group
+                yield token, chance, f"{self.name} m{_bucket(match)} s{int(share * 4)}"
+
+        found.grow(budget, successors)
 
     def release(self, session: Session) -> None:
         self._texts.pop(session.id, None)
+        if self._max_tokens and session.new_tokens:
+            tenant = session.params.tenant
+            self._memories.setdefault(tenant, TextStore(self._max_tokens)).add(session.new_tokens)
+
+
+def _bucket(match: int) -> int:
+    """1, 2, 3, 4, then doubling: 4 to 7, 8 to 15, ..."""
+    return match if match < 4 else 4 * (match // 4).bit_length() if match < 64 else 32

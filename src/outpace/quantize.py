@@ -1,0 +1,53 @@
+"""Draft models in 8 bits: a draft only guesses, so its weights may be coarse. The user's model is never changed."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .errors import LoadError
+from .target import Block, Target
+
+DraftQuantize = Literal["none", "int8", "auto"]
+_NUM_TIMED = 5
+
+
+def quantized(model: Any) -> Any:
+    """A copy of a model whose linear layers have int8 weights, one scale per row, and int8 activations.
+
+    Everything else is shared with the model, so the copy takes a quarter of its linear layers' memory. Raises LoadError
+    where torch has no kernels for it.
+    """
+    if model.get_input_embeddings().weight.device.type != "cpu":
+        raise LoadError("int8 drafts are for models on the CPU; here, draft in the model's own precision.")
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch recommends torchao, whose eager CPU kernels are slower than float32
+            from torch.ao import quantization
+
+            scheme = {nn.Linear: quantization.per_channel_dynamic_qconfig}
+            quantization.quantize_dynamic(twin.float() if model.dtype != torch.float32 else twin, scheme, inplace=True)
+    except Exception as error:  # a torch without these kernels, or a layer that they do not take
+        raise LoadError(f"The draft model cannot be quantised here: {error}. Use draft_quantize='none'.") from error
+    return twin
+
+
+def is_faster(first: Target, second: Target) -> bool:
+    """Whether the first model decodes a token in less time than the second; both take turns."""
+    best = {id(first): float("inf"), id(second): float("inf")}
+    for target in (first, second) * _NUM_TIMED:
+        cache = target.new_cache()
+        row = cache.add_row()
+        target.forward(cache, [Block.chain(row, [0] * 16)])
+        cache.keep(row, range(16))
+        begin = time.perf_counter()
+        target.forward(cache, [Block.chain(row, [0])])
+        best[id(target)] = min(best[id(target)], time.perf_counter() - begin)
+    return best[id(first)] < best[id(second)]

@@ -1,0 +1,142 @@
+"""One tree from several drafters, cut to its most probable nodes by what was counted before.
+
+Every source gives its own tree. Equal tokens under one parent become one node. How likely a node is accepted is not
+what its source claims but what its kind of node was worth so far: each verification labels, for free, the children
+of every accepted node of every source, whether they were verified or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .cache import Cache
+from .drafters.base import DEFAULT_K, Budget, Drafter
+from .drafters.candidates import Candidates
+from .drafting import Drafting
+from .session import Session
+from .tree import TokenTree
+
+_DEEPEST = 8  # deeper nodes are counted together
+
+
+class Calibration:
+    """How often nodes of a kind were the target's token, given that their parents were; older counts fade.
+
+    half_life: labels of a kind after which a count has half its weight. prior: how many labels the drafter's own
+    estimate is worth.
+    """
+
+    def __init__(self, half_life: float = 200.0, prior: float = 4.0) -> None:
+        self._fade, self._prior = 0.5 ** (1 / half_life), prior
+        self._counts: dict[tuple[str, int], tuple[float, float]] = {}  # kind, depth -> hits, labels
+
+    def chance(self, kind: str, depth: int, own: float) -> float:
+        """The probability that a node of this kind is accepted if its parent is. own: what its drafter says."""
+        hits, labels = self._counts.get((kind, min(depth, _DEEPEST)), (0.0, 0.0))
+        return (hits + self._prior * own) / (labels + self._prior)
+
+    def count(self, kind: str, depth: int, is_hit: bool) -> None:
+        key = (kind, min(depth, _DEEPEST))
+        hits, labels = self._counts.get(key, (0.0, 0.0))
+        self._counts[key] = (hits * self._fade + is_hit, labels * self._fade + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """What was proposed when a session had `length` tokens: one tree per source."""
+
+    length: int
+    trees: tuple[TokenTree, ...]
+
+
+class UnionDrafter:
+    """The union of several drafters. vocab_size: of the target."""
+
+    def __init__(self, sources: Sequence[Drafter], vocab_size: int) -> None:
+        self.name = "+".join(source.name for source in sources)
+        self.sources = tuple(sources)
+        self.num_nodes = max(getattr(source, "num_nodes", DEFAULT_K) for source in sources)
+        self.calibration = Calibration()
+        self._sources = [Drafting(source, vocab_size) for source in sources]
+        self._last: dict[int, _Last] = {}
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
+        for session in sessions:
+            self._learn(session)
+        by_source = [source.trees(sessions, budgets) for source in self._sources]
+        unions = []
+        for session, budget, trees in zip(sessions, budgets, zip(*by_source, strict=True), strict=True):
+            self._last[session.id] = _Last(len(session.tokens), trees)
+            unions.append(self._merged(session.tokens[-1], trees).best(budget))
+        return unions
+
+    def _learn(self, session: Session) -> None:
+        """Label what was proposed last by what was committed since."""
+        last = self._last.pop(session.id, None)
+        if last is None:
+            return
+        committed = session.tokens[last.length :]
+        for tree in last.trees:
+            children = _children(tree)
+            node = 0
+            for depth, token in enumerate(committed, 1):
+                hit = 0
+                for child in children[node]:
+                    is_hit = tree.tokens[child] == token
+                    self.calibration.count(tree.source[child], depth, is_hit)
+                    hit = child if is_hit else hit
+                if hit == 0:
+                    break
+                node = hit
+
+    def _merged(self, root: int, trees: Sequence[TokenTree]) -> Candidates:
+        """The trie of all trees; a node that several sources propose is wrong only if all of them are (noisy-or)."""
+        found = Candidates(root)
+        level = [(0, tree, _children(tree), 0) for tree in trees]  # (node of the union, tree, children, node of it)
+        depth = 0
+        while level:
+            depth += 1
+            chances: dict[tuple[int, int], tuple[float, str]] = {}
+            below = []
+            for parent, tree, children, node in level:
+                for child in children[node]:
+                    own = tree.value[child] / tree.value[node] if tree.value[node] > 0 else 0.0
+                    kind = tree.source[child]
+                    chance = self.calibration.chance(kind, depth, own)
+                    key = (parent, tree.tokens[child])
+                    before, label = chances.get(key, (0.0, kind))
+                    chances[key] = (1 - (1 - before) * (1 - chance), label)
+                    below.append((key, tree, children, child))
+            totals: dict[int, float] = {}
+            for (parent, _), (chance, _) in chances.items():
+                totals[parent] = totals.get(parent, 0.0) + chance
+            place = {
+                (parent, token): found.add(parent, token, chance / max(1.0, totals[parent]), label)
+                for (parent, token), (chance, label) in chances.items()
+            }
+            level = [(place[key], tree, children, child) for key, tree, children, child in below]
+        return found
+
+    def attach(self, cache: Cache) -> None:
+        for source in self.sources:
+            if hasattr(source, "attach"):
+                source.attach(cache)
+
+    def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
+        for source in self._sources:
+            source.observe(sessions, trees, logits)
+
+    def release(self, session: Session) -> None:
+        self._learn(session)
+        for source in self._sources:
+            source.release(session)
+
+
+def _children(tree: TokenTree) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in tree.tokens]
+    for node, parent in enumerate(tree.parents[1:], 1):
+        children[parent].append(node)
+    return children
