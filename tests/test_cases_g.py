@@ -133,7 +133,7 @@ def test_an_unrelated_tokenizer_is_refused_before_the_first_pass() -> None:
     for draft_tokenizer, size in ((other, len(other)), (swapped(40), NUM_TOKENS)):
         with pytest.raises(LoadError, match="does not match") as error:
             outpace.load(target, tokenizer=tokenizer(), draft_model=draft, draft_tokenizer=draft_tokenizer)
-        for part in (f"target ({NUM_TOKENS} tokens)", f"draft ({size} tokens)", "drafter='suffix'"):
+        for part in (f"target ({NUM_TOKENS} tokens)", f"draft ({size} tokens)", "vocabularies='text'"):
             assert part in str(error.value)
         assert "\n" not in str(error.value)
 

@@ -118,7 +118,7 @@ def test_a_draft_model_that_is_the_target_is_said(caplog: pytest.LogCaptureFixtu
         ({"drafter": "suffix", "draft_model": 1}, "would not use it"),
         ({"drafter": object()}, "lacks"),
         ({"drafter": drafters.empty(), "draft_model": 1}, "would not use it"),
-        ({"drafter": "suffix", "width": 2}, "drafts chains"),
+        ({"drafter": "suffix", "width": 2}, "would not use it"),
         ({"acceptance": "exact"}, "acceptance must be one of coupled, rejection, typical"),
         ({"dtype": "float8"}, "dtype must be one of"),
         ({"dtype": "bfloat16"}, "move or cast the model object yourself"),
