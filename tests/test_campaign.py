@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 import typer
 from click.testing import Result
 from typer.testing import CliRunner
@@ -46,6 +47,10 @@ def found(num: int, **changed: object) -> list[Finding]:
     return [finding] * (num - 1) + [replace(finding, **changed)]  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20),
+    reason="older processors give NaN for a forbidden token whose score decays, and transformers goes on with it",
+)
 def test_random_calls_give_what_transformers_gives() -> None:
     """The short campaign: 40 draws; its own guards are that enough drafts were accepted and refused, and compared."""
     result = run("--draws", NUM_DRAWS, "--first", FIRST, "--json")

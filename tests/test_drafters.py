@@ -51,7 +51,7 @@ def test_every_drafter_keeps_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "lookahead" and "early-exit" not in name])
 def test_every_drafter_keeps_the_contract_on_a_model_that_takes_chains(name: str) -> None:
-    check_drafter(MAKERS[name], tiny_model("lfm2"))
+    check_drafter(MAKERS[name], tiny_model("qwen3_next"))
 
 
 def test_the_contract_finds_a_broken_drafter() -> None:
@@ -214,7 +214,7 @@ def test_lookahead_collects_n_grams_of_the_targets_own_choices() -> None:
 
 def test_lookahead_is_refused_where_only_chains_can_be_verified() -> None:
     with pytest.raises(LoadError, match="needs trees"):
-        load(tiny_model("lfm2"), drafter="lookahead")
+        load(tiny_model("qwen3_next"), drafter="lookahead")
 
 
 def test_a_union_accepts_at_least_nearly_what_its_best_source_does(model: Any) -> None:

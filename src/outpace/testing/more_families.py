@@ -160,9 +160,6 @@ MORE: dict[str, Family] = {
         "xglm",
         {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 128, "max_position_embeddings": 512},
     ),
-    "xlstm": Family(
-        "xlstm", {"num_heads": 4, "embedding_dim": 64, "num_blocks": 2, "chunk_size": 16, "max_inference_chunksize": 16}
-    ),
     "zamba": Family(
         "zamba",
         {
