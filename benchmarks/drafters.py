@@ -1,0 +1,96 @@
+"""Tokens per pass of drafters, by category: what each finds alone, and what their union finds.
+
+    python benchmarks/drafters.py PROMPTS.jsonl [--model M] [--drafters suffix,recycle,suffix+recycle] [--nodes 16]
+        [--per-category 10] [--tokens 128] [--temperature 0] [--warm] [--json OUT]
+
+No times: passes are counted, so the machine does not matter. Every text is compared with the one without drafts.
+Drafters keep what they learn from prompt to prompt, in the order of the file; --warm goes through all prompts of other
+seeds (or, greedy, through the next prompts of the file) before it counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from typing import Any
+
+import outpace
+from outpace import SamplingParams
+from outpace.cli.options import quiet_transformers
+from outpace.models import progress_bar
+from outpace.prompts import NamedPrompt, read_prompts
+
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def chosen(path: str, first: int, count: int) -> list[NamedPrompt]:
+    """`count` prompts of each of Spec-Bench's six tasks, from the `first` on."""
+    by_task: dict[str, list[NamedPrompt]] = defaultdict(list)
+    for prompt in read_prompts(path):
+        task = "multi-turn chat" if prompt.category in MT_BENCH else prompt.category
+        by_task[task].append(NamedPrompt(prompt.name, task, prompt.prompt))
+    return [prompt for prompts in by_task.values() for prompt in prompts[first : first + count]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts")
+    parser.add_argument("--model")
+    parser.add_argument("--drafters", default="suffix,recycle,suffix+recycle")
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--per-category", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    quiet_transformers()
+    with progress_bar() as progress:
+        plain = outpace.load(args.model, drafter="none", progress=progress)
+    model, tokenizer = plain.target.model, plain.tokenizer
+    prompts = chosen(args.prompts, 0, args.per_category)
+    others = chosen(args.prompts, args.per_category, args.per_category)
+    params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=0)
+    wanted = [plain.generate(prompt.prompt, params) for prompt in prompts]
+    rows: list[dict[str, Any]] = []
+    for name in args.drafters.split(","):
+        memory = 200_000 if args.warm and "suffix" in name else 0
+        engine = outpace.load(model, tokenizer=tokenizer, drafter=name, k=args.nodes, memory=memory)
+        for prompt in others if args.warm else []:
+            engine.generate(prompt.prompt, params)
+        for prompt, base in zip(prompts, wanted, strict=True):
+            result = engine.generate(prompt.prompt, params)
+            stats = result.stats
+            rows.append(
+                {
+                    "drafter": name,
+                    "category": prompt.category,
+                    "same": result.tokens == base.tokens,
+                    "tokens": stats.num_new_tokens,
+                    "passes": stats.num_verifications,
+                    "drafted": stats.num_drafted_tokens,
+                    "accepted": stats.num_accepted_tokens,
+                }
+            )
+        _print(rows, name)
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+def _print(rows: list[dict[str, Any]], name: str) -> None:
+    mine = [row for row in rows if row["drafter"] == name]
+    categories = sorted({row["category"] for row in mine})
+    cells = []
+    for category in [*categories, None]:
+        group = [row for row in mine if category in (None, row["category"])]
+        cells.append(f"{sum(r['tokens'] for r in group) / sum(r['passes'] for r in group):.2f}")
+    if name == rows[0]["drafter"]:
+        print("| drafter | identical | " + " | ".join([*categories, "all"]) + " |")
+        print("| --- " * (len(categories) + 3) + "|")
+    print(f"| {name} | {sum(row['same'] for row in mine)}/{len(mine)} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
