@@ -119,8 +119,7 @@ MORE: dict[str, Family] = {
     ),
     "jetmoe": Family("jetmoe", {**_ROPE, **_MIXTURE, "kv_channels": 16}),
     "kimi_linear": Family(
-        "kimi_linear",
-        {**_LATENT, **_MIXTURE, **_LINEAR, "linear_attn_config": {"num_heads": 4, "head_dim": 16}},
+        "kimi_linear", {**_LATENT, **_MIXTURE, **_LINEAR, "linear_num_heads": 4, "linear_head_dim": 16}
     ),
     "lfm2_moe": Family(
         "lfm2_moe", {**_ROPE, **_MIXTURE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
