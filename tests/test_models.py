@@ -382,15 +382,6 @@ def test_a_cache_that_cannot_be_written_is_refused(gguf_file: Path, tmp_path: Pa
         convert_gguf(gguf_file, tmp_path / "file")
 
 
-@pytest.fixture(scope="module")
-def real_gguf() -> Path:
-    folder = os.environ.get("OUTPACE_TEST_MODELS")
-    files = sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf")) if folder else []
-    if not files:
-        pytest.skip("OUTPACE_TEST_MODELS does not name a folder with SmolLM2-135M-Instruct as a GGUF file")
-    return files[0]
-
-
 @pytest.mark.real
 def test_smollm2_converts_to_the_weights_and_the_chat_of_the_file(real_gguf: Path) -> None:
     """Quantised weights come out as transformers dequantises them; turns end with `<|im_end|>`."""

@@ -111,13 +111,14 @@ class Target:
         self.tree_obstacle = self._tree_obstacle()
         self.can_tree = self.tree_obstacle is None
         self.can_copy = self.new_cache().can_copy
-        self.switch_position, self._grows = _rotary_switch(self.config)
+        self.switch_position, self._grows = _switch(self.config)
 
     def check_span(self, num_prompt: int, num_new: int) -> None:
         """Raises InputError for a text whose scores would depend on how its tokens are grouped into forwards.
 
-        Some rotary embeddings change all their frequencies when a forward reaches beyond a position. Texts on one
-        side of it are exact; a text that crosses it, or grows beyond it with "dynamic" frequencies, is not.
+        Some rotary embeddings change all their frequencies when a forward reaches beyond a position, and some models
+        choose the keys that they keep. Texts on one side of it are exact; a text that crosses it, or goes on changing
+        beyond it, is not.
         """
         end = num_prompt + num_new
         if self.switch_position is None or end <= self.switch_position:
@@ -125,7 +126,7 @@ class Target:
         if self._grows or num_prompt <= self.switch_position:
             raise InputError(
                 f"A prompt of {num_prompt} tokens and {num_new} new ones pass position {self.switch_position}, where "
-                "this model changes its rotary frequencies for the whole text: drafts could not be verified exactly. "
+                "this model changes its rotary frequencies or the keys that it keeps: drafts could not be verified. "
                 f"Keep the text below it, with {max(0, self.switch_position - num_prompt)} new tokens or fewer."
             )
 
@@ -139,6 +140,8 @@ class Target:
             return "layers with recurrent or convolution state can only take chains"
         if not self._takes_positions:
             return "its forward takes no position_ids, so siblings cannot share a position"
+        if getattr(self.config, "attn_temperature_tuning", False):
+            return "its attention temperature follows the length of the cache, not the positions"
         name = self._implementation
         if not masks.can_mask_trees(name):
             return f"attention implementation {name!r} takes no mask that can carry a tree (sdpa and eager do)"
@@ -250,8 +253,11 @@ class Target:
         return masks.Layout(query_positions, keys.to(device), visible.to(device))
 
 
-def _rotary_switch(config: Any) -> tuple[int | None, bool]:
-    """(last position before the rotary frequencies depend on the longest text of a forward, whether they then grow)."""
+def _switch(config: Any) -> tuple[int | None, bool]:
+    """(last position before a token's scores depend on the other tokens of its forward, whether they go on to)."""
+    kept = getattr(config, "keep_window_size", None)  # beyond it, the keys to attend to are chosen per forward
+    if isinstance(kept, int) and kept > 0:
+        return kept, True
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in (parameters, *parameters.values()) if isinstance(kind, dict)]
     types = {kind.get("rope_type"): kind for kind in kinds}

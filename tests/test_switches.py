@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the length of a forward: exact on one side of the switch, else refused.
+"""Models in which a token's scores depend on the length of its forward: exact on one side of a switch, else refused.
 
 With "longrope", a forward that reaches beyond the original length uses other frequencies for all its tokens; with
 "dynamic", they go on changing. Drafts and batch neighbours must not move a token to the other side.
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outpace import InputError, SamplingParams, accelerate, load
-from outpace.testing.models import noisy_copy, tiny_model
+from outpace.testing.models import Family, noisy_copy, tiny_model
 
 SWITCH = 32
 LONGROPE = {
@@ -87,3 +87,42 @@ def test_dynamic_frequencies_are_exact_below_and_refused_beyond() -> None:
     assert given == plain(model, ids, SWITCH - 12)
     with pytest.raises(InputError, match=f"pass position {SWITCH}"):
         fast.generate(torch.tensor([prompt(SWITCH + 4)]), max_new_tokens=4, do_sample=False)
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512}
+LLAMA4 = {
+    **HEADS,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size_mlp": 128,
+    "attention_chunk_size": 400,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "moe_layers": [1],
+    "attn_temperature_tuning": True,
+    "floor_scale": SWITCH,
+    "attn_scale": 3.0,
+}
+
+
+def test_an_attention_temperature_by_cache_length_takes_chains_row_by_row() -> None:
+    """Llama 4's temperature follows the cache's length: beyond the floor, trees and ragged batches would be wrong."""
+    model = tiny_model(Family("llama4_text", LLAMA4))
+    engine = load(model, draft_model=noisy_copy(model), k=4)
+    assert not engine.capabilities.can_tree and any("temperature" in reason for reason in engine.capabilities.reasons)
+    prompts = [prompt(5), prompt(30), prompt(60)]
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=60))
+    assert [result.tokens for result in results] == [plain(model, ids, 60) for ids in prompts]
+    assert sum(result.stats.num_accepted_tokens for result in results) >= 5
+
+
+def test_a_model_that_chooses_the_keys_it_keeps_is_exact_below_and_refused_beyond() -> None:
+    """Doge keeps `keep_window_size` keys, chosen by a mask of the whole block."""
+    model = tiny_model(Family("doge", {**HEADS, "keep_window_size": 64}))
+    fast = accelerate(model, drafter="suffix")
+    ids = prompt(6) * 2
+    given = fast.generate(torch.tensor([ids]), max_new_tokens=52, do_sample=False)[0, 12:].tolist()
+    assert given == plain(model, ids, 52)
+    with pytest.raises(InputError, match="pass position 64"):
+        fast.generate(torch.tensor([ids]), max_new_tokens=53, do_sample=False)

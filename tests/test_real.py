@@ -1,0 +1,81 @@
+"""The drop-in and the drafters on a real model, SmolLM2-135M-Instruct, against transformers' own `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from outpace import SamplingParams, accelerate, load
+from outpace.models import resolve
+
+pytestmark = pytest.mark.real
+
+QUESTIONS = (
+    "Repeat this sentence twice: The quick brown fox jumps over the lazy dog near the old river bank.",
+    "Name three rivers.",
+    "Write a Python function that adds two numbers, with a docstring.",
+)
+
+
+@pytest.fixture(scope="module")
+def real(real_gguf: Path) -> tuple[Any, Any]:
+    folder = resolve(real_gguf)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
+
+
+def chats(tokenizer: Any, questions: tuple[str, ...]) -> Any:
+    return tokenizer.apply_chat_template(
+        [[{"role": "user", "content": question}] for question in questions],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+        padding=True,
+    )
+
+
+def test_a_padded_batch_is_that_of_transformers(real: tuple[Any, Any]) -> None:
+    """T-I1: three chats, greedy, with a repetition penalty, and a stop string."""
+    model, tokenizer = real
+    fast = accelerate(model, drafter="suffix+recycle", tokenizer=tokenizer)
+    inputs = chats(tokenizer, QUESTIONS)
+    settings = {"max_new_tokens": 32, "do_sample": False}
+    for more in ({}, {"repetition_penalty": 1.1}, {"stop_strings": ["river"], "tokenizer": tokenizer}):
+        wanted = model.generate(**inputs, **settings, **more)
+        assert torch.equal(fast.generate(**inputs, **settings, **more), wanted)
+    assert sum(stats.num_accepted_tokens for stats in fast.last_stats) >= 5
+
+
+def test_a_pipeline_gives_the_same_text_in_fewer_passes(real: tuple[Any, Any]) -> None:
+    model, tokenizer = real
+    fast = accelerate(model, drafter="suffix")
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    chat = [{"role": "user", "content": QUESTIONS[0]}]
+    settings = {"max_new_tokens": 40, "do_sample": False}
+    assert pipe(chat, **settings, custom_generate=fast) == pipe(chat, **settings)
+    assert fast.last_stats[0].tokens_per_pass > 1.5
+
+
+@pytest.mark.parametrize(
+    "drafter", ["suffix", "recycle", "suffix+recycle", "lookahead", "jacobi", "self", "early-exit"]
+)
+def test_every_drafter_gives_the_plain_text(real: tuple[Any, Any], drafter: str) -> None:
+    """T-A1, T-B7: greedy and sampled."""
+    model, tokenizer = real
+    options = {"lookahead": (4, 3, 4)} if drafter == "lookahead" else {}
+    engine = load(model, tokenizer=tokenizer, drafter=drafter, **options)
+    plain = load(model, tokenizer=tokenizer, drafter="none")
+    num_accepted = 0
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=1)
+        chat = [{"role": "user", "content": QUESTIONS[0]}]
+        result = engine.generate(chat, params)
+        assert result.tokens == plain.generate(chat, params).tokens
+        assert result.stats.num_draft_failures == 0 and result.stats.num_drafted_tokens > 0
+        num_accepted += result.stats.num_accepted_tokens
+    if drafter in ("suffix", "suffix+recycle", "self"):
+        assert num_accepted >= 10
