@@ -341,3 +341,15 @@ def test_a_draft_model_of_an_unrelated_tokenizer(temperature: float) -> None:
         assert result.stats.num_draft_failures == 0
         num_drafted += result.stats.num_drafted_tokens
     assert num_drafted >= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafting_for_itself_in_8_bits_leaves_the_model_as_it_is(dtype: torch.dtype) -> None:
+    """T-K3: weights, in their own precision, bit for bit."""
+    model = tiny_model("llama").to(dtype)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    load(model, drafter="self").generate(list(PROMPTS[1]), SamplingParams(max_new_tokens=4))
+    after = model.state_dict()
+    assert all(
+        weight.dtype == before[name].dtype and torch.equal(weight, before[name]) for name, weight in after.items()
+    )

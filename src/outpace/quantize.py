@@ -20,20 +20,21 @@ _NUM_TIMED = 5
 def quantized(model: Any) -> Any:
     """A copy of a model whose linear layers have int8 weights, one scale per row, and int8 activations.
 
-    Everything else is shared with the model, so the copy takes a quarter of its linear layers' memory. Raises LoadError
-    where torch has no kernels for it.
+    Everything else is shared with a float32 model, so the copy takes a quarter of its linear layers' memory; of another
+    precision it is a copy, as casting would change the model's own tensors. Raises LoadError without such kernels.
     """
     if model.get_input_embeddings().weight.device.type != "cpu":
         raise LoadError("int8 drafts are for models on the CPU; here, draft in the model's own precision.")
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
+    is_single = model.dtype == torch.float32
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())} if is_single else {}
+    twin = copy.deepcopy(model, shared).float()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch recommends torchao, whose eager CPU kernels are slower than float32
             from torch.ao import quantization
 
             scheme = {nn.Linear: quantization.per_channel_dynamic_qconfig}
-            quantization.quantize_dynamic(twin.float() if model.dtype != torch.float32 else twin, scheme, inplace=True)
+            quantization.quantize_dynamic(twin, scheme, inplace=True)
     except Exception as error:  # a torch without these kernels, or a layer that they do not take
         raise LoadError(f"The draft model cannot be quantised here: {error}. Use draft_quantize='none'.") from error
     return twin

@@ -33,9 +33,9 @@ class SuffixDrafter:
     """Trees of continuations.
 
     min_match: shortest ending worth a draft. least_value: paths that are less likely than this are not drafted; 0
-    drafts as much as the budget allows, which with min_match 1 is classical prompt lookup. memory: texts of earlier
-    requests and of files, by tenant; None remembers nothing beyond the request. A request's own output goes there when
-    it ends, and is found again only by requests of the same tenant. corpus: texts that all tenants share.
+    drafts as much as the budget allows, which with min_match 1 is classical prompt lookup. max_tokens: how much of the
+    outputs of ended requests is remembered, per tenant, and found again only by requests of the same tenant; 0 forgets
+    them. corpus: texts that all tenants share.
     """
 
     def __init__(
