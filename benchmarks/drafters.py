@@ -1,11 +1,11 @@
 """Tokens per pass of drafters, by category: what each finds alone, and what their union finds.
 
     python benchmarks/drafters.py PROMPTS.jsonl [--model M] [--drafters suffix,recycle,suffix+recycle] [--nodes 16]
-        [--per-category 10] [--tokens 128] [--temperature 0] [--warm] [--json OUT]
+        [--lookahead 5,3,3] [--per-category 10] [--rows 8] [--tokens 128] [--temperature 0] [--warm] [--json OUT]
 
 No times: passes are counted, so the machine does not matter. Every text is compared with the one without drafts.
-Drafters keep what they learn from prompt to prompt, in the order of the file; --warm goes through all prompts of other
-seeds (or, greedy, through the next prompts of the file) before it counts.
+Prompts are decoded a few rows at a time, task by task; drafters keep what they learn from prompt to prompt. --warm goes
+through as many other prompts of each task before it counts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ def chosen(path: str, first: int, count: int) -> list[NamedPrompt]:
     return [prompt for prompts in by_task.values() for prompt in prompts[first : first + count]]
 
 
+def generate(engine: outpace.Engine, prompts: list[NamedPrompt], params: SamplingParams, rows: int) -> list[Any]:
+    """The results, in order, `rows` prompts at a time."""
+    results: list[Any] = []
+    for start in range(0, len(prompts), rows):
+        results += engine.generate([prompt.prompt for prompt in prompts[start : start + rows]], params)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts")
@@ -40,6 +48,8 @@ def main() -> None:
     parser.add_argument("--drafters", default="suffix,recycle,suffix+recycle")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--per-category", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--lookahead")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--warm", action="store_true")
@@ -52,15 +62,16 @@ def main() -> None:
     prompts = chosen(args.prompts, 0, args.per_category)
     others = chosen(args.prompts, args.per_category, args.per_category)
     params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=0)
-    wanted = [plain.generate(prompt.prompt, params) for prompt in prompts]
+    wanted = generate(plain, prompts, params, args.rows)
     rows: list[dict[str, Any]] = []
     for name in args.drafters.split(","):
-        memory = 200_000 if args.warm and "suffix" in name else 0
-        engine = outpace.load(model, tokenizer=tokenizer, drafter=name, k=args.nodes, memory=memory)
-        for prompt in others if args.warm else []:
-            engine.generate(prompt.prompt, params)
-        for prompt, base in zip(prompts, wanted, strict=True):
-            result = engine.generate(prompt.prompt, params)
+        options: dict[str, Any] = {"memory": 200_000} if args.warm and "suffix" in name else {}
+        if "lookahead" in name and args.lookahead:
+            options["lookahead"] = tuple(map(int, args.lookahead.split(",")))
+        engine = outpace.load(model, tokenizer=tokenizer, drafter=name, k=args.nodes, **options)
+        if args.warm:
+            generate(engine, others, params, args.rows)
+        for prompt, base, result in zip(prompts, wanted, generate(engine, prompts, params, args.rows), strict=True):
             stats = result.stats
             rows.append(
                 {

@@ -15,7 +15,7 @@ from .drafters.early_exit import EarlyExitDrafter, best_count, first_layers
 from .drafters.lookahead import JacobiDrafter, LookaheadDrafter
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter, SharedTokens
 from .drafters.recycle import RecycleDrafter
-from .drafters.suffix import SuffixDrafter
+from .drafters.suffix import DEFAULT_LEAST_VALUE, SuffixDrafter
 from .drafters.texts import TextStore
 from .drafters.translated import TranslatedDrafter
 from .errors import InputError, LoadError
@@ -147,8 +147,10 @@ def choose(
             corpus = read_corpus(corpus, tokenizer, progress=progress)
         return SuffixDrafter(corpus=corpus, max_tokens=options.memory, **settings)
 
+    # In a union, what is improbable competes with other sources' nodes instead of costing alone.
+    least_value = DEFAULT_LEAST_VALUE if len(parts) == 1 else DEFAULT_LEAST_VALUE / 5
     makers: dict[str, Callable[[], Drafter]] = {
-        "suffix": suffix,
+        "suffix": lambda: suffix(least_value=least_value),
         "lookup": lambda: suffix(min_match=1, least_value=0.0, name="lookup"),
         "recycle": lambda: RecycleDrafter(target.vocab_size),
         "lookahead": lambda: LookaheadDrafter(*(options.lookahead or ())),

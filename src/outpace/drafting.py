@@ -21,6 +21,7 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter, self.vocab_size = drafter, vocab_size
+        self._observer = drafter if isinstance(drafter, Observer) else None
         self._warned: set[str] = set()
 
     def trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -46,9 +47,9 @@ class Drafting:
 
     def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
         """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree."""
-        if isinstance(self.drafter, Observer):
+        if self._observer is not None:
             try:
-                self.drafter.observe(sessions, trees, logits)
+                self._observer.observe(sessions, trees, logits)
             except Exception as error:
                 self._failed(sessions, error)
 

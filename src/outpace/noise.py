@@ -12,9 +12,7 @@ multiplications and divisions only. Those are correctly rounded by IEEE 754 ever
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 COUPLED, DRAFT, COIN = 0, 1, 2  # streams: never share noise between drafting, ratio tests and coupled choices
@@ -99,20 +97,12 @@ def gumbel(seed: int, position: int, tokens: Tensor, stream: int = COUPLED) -> T
     return -_log(exponential)
 
 
-def rough(seed: int, position: int, tokens: Sequence[int], stream: int = COUPLED) -> NDArray[np.float64]:
+def rough(seed: int, position: int, tokens: Sequence[int], stream: int = COUPLED) -> list[float]:
     """`gumbel` for a few ids, quickly, with the library's logarithm: good enough to guess with."""
-    x = np.array(tokens, dtype=np.int64).astype(np.uint64) * np.uint64(_GOLDEN & _MASK)
-    x += np.uint64(_key(seed, position, stream) & _MASK)
-    x = _mix_array(_mix_array(x) + np.uint64(_GOLDEN & _MASK)) >> np.uint64(12)
-    found: NDArray[np.float64] = -np.log(-np.log((x.astype(np.float64) + 0.5) * 2.0**-52))
-    return found
-
-
-def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1 & _MASK)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2 & _MASK)
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+    golden = _GOLDEN & _MASK
+    key = _key(seed, position, stream) & _MASK
+    bits = (_mix_int(_mix_int(token * golden + key) + golden) >> 12 for token in tokens)
+    return [-math.log(-math.log((x + 0.5) * 2.0**-52)) for x in bits]
 
 
 def perturbed(log_probs: Tensor, ids: Tensor | None, seed: int, position: int, stream: int = COUPLED) -> Tensor:

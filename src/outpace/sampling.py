@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
@@ -314,11 +312,6 @@ def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> 
     ids, log_probs = warp(scores, params)
     _check_scores(log_probs.isnan().any(), f" at position {position}")
     return noise.choose(log_probs, ids, seed, position)
-
-
-def at_temperature(log_probs: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
-    """Log-probabilities of a few tokens as sampling takes them, not normalised; for drafts, which only guess."""
-    return log_probs / params.temperature
 
 
 def greedy_tokens(logits: Tensor) -> list[int] | None:

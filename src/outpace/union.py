@@ -46,10 +46,10 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """What was proposed when a session had `length` tokens: one tree per source."""
+    """What was proposed when a session had `length` tokens: one tree per source, with the children of its nodes."""
 
     length: int
-    trees: tuple[TokenTree, ...]
+    trees: list[tuple[TokenTree, list[list[int]]]]
 
 
 class UnionDrafter:
@@ -69,8 +69,8 @@ class UnionDrafter:
         by_source = [source.trees(sessions, budgets) for source in self._sources]
         unions = []
         for session, budget, trees in zip(sessions, budgets, zip(*by_source, strict=True), strict=True):
-            self._last[session.id] = _Last(len(session.tokens), trees)
-            unions.append(self._merged(session.tokens[-1], trees).best(budget))
+            last = self._last[session.id] = _Last(len(session.tokens), [(tree, _children(tree)) for tree in trees])
+            unions.append(self._merged(session.tokens[-1], last).best(budget))
         return unions
 
     def _learn(self, session: Session) -> None:
@@ -79,8 +79,7 @@ class UnionDrafter:
         if last is None:
             return
         committed = session.tokens[last.length :]
-        for tree in last.trees:
-            children = _children(tree)
+        for tree, children in last.trees:
             node = 0
             for depth, token in enumerate(committed, 1):
                 hit = 0
@@ -92,10 +91,10 @@ class UnionDrafter:
                     break
                 node = hit
 
-    def _merged(self, root: int, trees: Sequence[TokenTree]) -> Candidates:
+    def _merged(self, root: int, last: _Last) -> Candidates:
         """The trie of all trees; a node that several sources propose is wrong only if all of them are (noisy-or)."""
         found = Candidates(root)
-        level = [(0, tree, _children(tree), 0) for tree in trees]  # (node of the union, tree, children, node of it)
+        level = [(0, tree, children, 0) for tree, children in last.trees]
         depth = 0
         while level:
             depth += 1

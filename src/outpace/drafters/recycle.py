@@ -8,6 +8,7 @@ are kept, and the tree takes the likeliest paths instead of a fixed shape.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import noise, sampling
+from .. import noise
 from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
@@ -30,15 +31,17 @@ _TRUST = {"pair": 0.9, "token": 0.6}
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(scores, ids), both [nodes, count], best first: topk, which on CPU is several times slower in one piece."""
     nodes, vocab = logits.shape
-    lanes = -(-vocab // _LANES)
-    if lanes < 2 * count or logits.device.type != "cpu":
+    groups = -(-vocab // _LANES)
+    if groups < 2 * count or logits.device.type != "cpu":
         return logits.topk(min(count, vocab))
-    # The best `count` tokens lie in the `count` groups with the largest maxima.
-    padded = torch.nn.functional.pad(logits, (0, lanes * _LANES - vocab), value=-torch.inf).view(nodes, lanes, _LANES)
-    groups = padded.amax(-1).topk(count).indices
-    members = padded.gather(1, groups[:, :, None].expand(-1, -1, _LANES)).flatten(1)
+    if groups * _LANES > vocab:
+        logits = torch.nn.functional.pad(logits, (0, groups * _LANES - vocab), value=-torch.inf)
+    # Group g holds the tokens g, g + groups, ...; the best `count` lie in the `count` groups with the largest maxima.
+    lanes = logits.view(nodes, _LANES, groups)
+    best = lanes.amax(1).topk(count).indices
+    members = lanes.gather(2, best[:, None].expand(-1, _LANES, -1)).flatten(1)
     scores, places = members.topk(count)
-    return scores, groups.gather(1, places // _LANES) * _LANES + places % _LANES
+    return scores, places // count * groups + best.gather(1, places % count)
 
 
 # The kind of a draft, by which a union calibrates it: what it was remembered by, its rank, its probability in eighths.
@@ -107,13 +110,14 @@ def _drawn(
     session: Session, position: int, ids: Sequence[int], chances: Sequence[float]
 ) -> tuple[list[int], list[float]]:
     """Successors in the order in which the target's own noise at a position prefers them: it is known before."""
-    with np.errstate(divide="ignore"):
-        scores = sampling.at_temperature(np.log(np.array(chances)), session.params)
-    scores += noise.rough(session.seed, position, ids, session.noise_stream)
-    order = (-scores).argsort()
-    weights = np.exp(scores - scores[order[0]])
-    weights /= weights.sum()
-    return [ids[i] for i in order.tolist()], weights[order].tolist()
+    noisy = noise.rough(session.seed, position, ids, session.noise_stream)
+    temperature = session.params.temperature
+    scores = [math.log(c) / temperature + g if c > 0 else -math.inf for c, g in zip(chances, noisy, strict=True)]
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    total = sum(weights)
+    order = sorted(range(len(ids)), key=lambda i: -weights[i])
+    return [ids[i] for i in order], [weights[i] / total for i in order]
 
 
 def _before_root(session: Session) -> int:

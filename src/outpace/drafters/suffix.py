@@ -18,6 +18,7 @@ from .texts import GrowingText, Occurrence, TextStore
 
 # A shorter match counts half as much per missing token, a place further back a little less than the one before.
 _PER_TOKEN, _PER_PLACE = 0.5, 0.8
+DEFAULT_LEAST_VALUE = 0.1
 _PREDICTION_MATCH = 8  # how much the beginning of a prediction is trusted, in matched tokens
 
 
@@ -41,7 +42,7 @@ class SuffixDrafter:
     def __init__(
         self,
         min_match: int = 2,
-        least_value: float = 0.1,
+        least_value: float = DEFAULT_LEAST_VALUE,
         name: str = "suffix",
         max_tokens: int = 0,
         corpus: TextStore | None = None,
