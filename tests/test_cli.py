@@ -275,6 +275,45 @@ def test_k_from_the_command_line_is_k_of_the_library(k: int, folders: dict[str, 
     assert result["stats"]["num_accepted_tokens"] >= 5 and result["stats"]["num_rejected_tokens"] >= 5
 
 
+def test_texts_to_copy_from_save_passes_and_change_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """--memory keeps what was written, --corpus reads files, --prediction says what is expected."""
+
+    def passes(*options: Any) -> int:
+        report = read(run("generate", PROMPT, "-m", folders["target"], "-n", 40, "--json", *options))["outpace"]
+        assert report["tokens"] == plain["tokens"]
+        return int(report["stats"]["num_verifications"])
+
+    plain = read(run("generate", PROMPT, "-m", folders["target"], "-n", 40, "--json"))["outpace"]
+    alone = plain["stats"]["num_verifications"]
+    expected, memory = tmp_path / "expected.txt", tmp_path / "memory.safetensors"
+    expected.write_text(plain["text"], encoding="utf-8")
+    assert passes("--memory", memory) == alone
+    assert passes("--memory", memory, "--drafter", "lookup") <= alone - 15
+    assert passes("--corpus", memory) <= alone - 15
+    assert passes("--memory", memory, "--compare") <= alone - 15
+    assert passes("--prediction", expected) < alone
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_text("no texts", encoding="utf-8")
+    found = run("generate", PROMPT, "-m", folders["target"], "--memory", damaged)
+    assert found.code == 2 and "cannot be read" in found.talk and not found.out
+
+
+@pytest.mark.parametrize("drafter", ["recycle", "lookahead", "jacobi", "self", "early-exit", "auto", "suffix+jacobi"])
+def test_every_drafter_can_be_named(drafter: str, folders: dict[str, Path]) -> None:
+    plain = read(run("generate", PROMPT, "-m", folders["target"], "-n", 40, "--drafter", "none", "--json"))["outpace"]
+    extra = ("--lookahead", "4,3,4") if drafter == "lookahead" else ()
+    options = ("-m", folders["target"], "-n", 40, "--drafter", drafter, "--json", *extra)
+    found = read(run("generate", PROMPT, *options))["outpace"]
+    assert found["tokens"] == plain["tokens"] and found["stats"]["num_drafted_tokens"] > 0
+    assert found["stats"]["drafter"] == {"auto": "suffix+recycle"}.get(drafter, drafter)
+
+
+@pytest.mark.parametrize("lookahead", ["4,3", "4,x,2", "-1,3,2"])
+def test_a_lookahead_that_is_no_three_numbers_is_refused(lookahead: str, folders: dict[str, Path]) -> None:
+    found = run("generate", PROMPT, "-m", folders["target"], "--drafter", "lookahead", "--lookahead", lookahead)
+    assert found.code == 2 and "W,N,G" in found.talk
+
+
 @pytest.mark.parametrize("drafts", [(), ("--drafter", "lookup"), ("--drafter", "none"), ("--draft-model", "--width")])
 def test_compare_shows_both_texts_the_ratio_and_that_they_are_identical(
     drafts: tuple[str, ...], folders: dict[str, Path], engine: outpace.Engine

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from outpace import DraftError, InputError, LoadError, SamplingParams, load
+from outpace.corpus import read_corpus
 from outpace.drafters.base import Budget, Drafter
 from outpace.drafters.candidates import Candidates
 from outpace.drafters.early_exit import EarlyExitDrafter
 from outpace.drafters.lookahead import JacobiDrafter, LookaheadDrafter
+from outpace.drafters.memory import Memory
 from outpace.drafters.recycle import RecycleDrafter, best_tokens
 from outpace.drafters.suffix import SuffixDrafter
 from outpace.drafters.texts import GrowingText, TextStore
@@ -28,7 +32,7 @@ from outpace.union import Calibration, UnionDrafter
 MAKERS: dict[str, Callable[[Engine], Drafter]] = {
     "suffix": lambda engine: SuffixDrafter(),
     "lookup": lambda engine: SuffixDrafter(min_match=1, least_value=0.0, name="lookup"),
-    "suffix with memory": lambda engine: SuffixDrafter(max_tokens=1000),
+    "suffix with memory": lambda engine: SuffixDrafter(memory=Memory(1000)),
     "recycle": lambda engine: RecycleDrafter(engine.target.vocab_size),
     "jacobi": lambda engine: JacobiDrafter(),
     "lookahead": lambda engine: LookaheadDrafter(4, 3, 4),
@@ -126,14 +130,52 @@ def test_a_store_finds_endings_in_open_and_sorted_texts_and_forgets_the_oldest()
     assert end.token(0) is None, "nothing is copied over the end of a text"
 
 
-def test_a_store_is_saved_and_loaded(tmp_path: Any) -> None:
-    store = TextStore()
-    store.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    store.save(tmp_path / "store.safetensors", "words")
-    again = TextStore.load(tmp_path / "store.safetensors", "words")
-    assert [place.token(0) for place in again.find([3, 4, 5, 6], least=3)] == [7]
+class _Words:
+    """A tokenizer as far as a memory asks: its words."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self._words)}
+
+
+def test_a_memory_is_saved_and_loaded_with_its_tenants(tmp_path: Any) -> None:
+    file, tokenizer = tmp_path / "new folder" / "memory.safetensors", _Words("a", "b")
+    memory = Memory()
+    memory.add("one", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    memory.add("two", [3, 4, 5, 6, 11])
+    memory.save(file, tokenizer)
+    again = Memory()
+    again.load(file, tokenizer)
+    assert len(again) == len(memory) == 16
+    for tenant, follows in (("one", 7), ("two", 11)):
+        store = again.of(tenant)
+        assert store is not None
+        assert [place.token(0) for place in store.find([3, 4, 5, 6], least=3)] == [follows]
+    assert again.of("three") is None
     with pytest.raises(LoadError, match="another tokenizer"):
-        TextStore.load(tmp_path / "store.safetensors", "others")
+        again.load(file, _Words("b", "a"))
+    file.write_bytes(b"no texts")
+    with pytest.raises(LoadError, match="cannot be read"):
+        again.load(file, tokenizer)
+    save_file({"0": np.zeros(3)}, str(file))
+    with pytest.raises(LoadError, match="no texts of outpace"):
+        again.load(file, tokenizer)
+    assert len(again) == 16, "what was there is still there"
+    again.forget("one")
+    assert len(again) == 6
+
+
+def test_a_memory_is_bounded_over_all_its_tenants() -> None:
+    memory = Memory(max_tokens=100)
+    memory.add("old", [1] * 40)
+    memory.add("busy", [2] * 40)
+    memory.add("old", [3] * 15)
+    memory.add("new", [4] * 20)
+    assert len(memory) <= 100
+    assert memory.of("busy") is None, "the tenant that wrote least recently goes first"
+    assert memory.of("old") is not None and memory.of("new") is not None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,6 +305,7 @@ def test_counts_pull_a_claim_to_what_was_seen() -> None:
         ({"drafter": "suffix+recycle", "acceptance": "rejection"}, "coupled"),
         ({"corpus": "/nowhere/at/all"}, "tokenizer"),
         ({"memory": -1}, "memory must be"),
+        ({"draft_model": "x", "draft_quantize": "int4"}, "no faster than 8"),
     ],
     ids=str,
 )
@@ -353,3 +396,62 @@ def test_drafting_for_itself_in_8_bits_leaves_the_model_as_it_is(dtype: torch.dt
     assert all(
         weight.dtype == before[name].dtype and torch.equal(weight, before[name]) for name, weight in after.items()
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of a user
+
+
+def test_a_corpus_is_read_from_a_folder_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    tokenizer = tiny_tokenizer()
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    (folder / "a.txt").write_text("the lazy dog sleeps under the old tree", encoding="utf-8")
+    (folder / "below" / "b.py").write_text("def fox(): return 'quick'", encoding="utf-8")
+    (folder / "image.bin").write_bytes(b"\0\1\2")
+    (folder / ".hidden").write_text("nobody reads this", encoding="utf-8")
+    read: list[str] = []
+
+    def progress(text: str, _done: int, _total: int | None) -> None:
+        read.append(text)
+
+    store = read_corpus(folder, tokenizer, progress=progress)
+    assert len(read) == 3 and "Reading .hidden" not in read
+    ending = tokenizer("the lazy dog", add_special_tokens=False)["input_ids"]
+    follows = tokenizer("the lazy dog sleeps", add_special_tokens=False)["input_ids"][len(ending)]
+    assert [place.token(0) for place in store.find(ending, 2)] == [follows]
+    again = read_corpus(folder, tokenizer, progress=progress)
+    assert len(read) == 3 and len(again) == len(store), "found in the cache folder"
+    for cached in (tmp_path / "cache").rglob("*.safetensors"):
+        cached.write_bytes(b"damaged")
+    read_corpus(folder, tokenizer, progress=progress)
+    assert len(read) == 6
+    (folder / "c.txt").write_text("and one more", encoding="utf-8")
+    assert len(read_corpus(folder, tokenizer, progress=progress)) > len(store)
+
+
+def test_a_corpus_without_text_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "image.bin").write_bytes(b"\0\1\2")
+    for path, message in (
+        (tmp_path / "nothing", "no such file"),
+        (tmp_path / "image.bin", "holds no UTF-8 text"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_corpus(path, tiny_tokenizer())
+    with pytest.raises(InputError, match="needs the model's tokenizer"):
+        read_corpus(tmp_path, None)
+
+
+def test_a_corpus_of_tenants_is_not_shared(tmp_path: Path) -> None:
+    tokenizer, file = tiny_tokenizer(), tmp_path / "memory.safetensors"
+    memory = Memory()
+    memory.add("a tenant", [1, 2, 3, 4])
+    memory.save(file, tokenizer)
+    with pytest.raises(InputError, match="only texts of tenants"):
+        read_corpus(file, tokenizer)
+    memory.add("", [1, 2, 3, 5])
+    memory.save(file, tokenizer)
+    assert [place.token(0) for place in read_corpus(file, tokenizer).find([1, 2, 3], 2)] == [5]

@@ -1,5 +1,6 @@
 """outpace: Hugging Face causal language models, decoded faster, with exactly the text they would have written."""
 
+from .drafters.memory import Memory
 from .dropin import Accelerated, accelerate
 from .engine import Chunk, Engine, EngineOptions, Result
 from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
@@ -16,6 +17,7 @@ __all__ = [
     "EngineOptions",
     "InputError",
     "LoadError",
+    "Memory",
     "MissingExtraError",
     "OutpaceError",
     "Result",

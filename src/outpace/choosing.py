@@ -13,6 +13,7 @@ from .corpus import read_corpus
 from .drafters.base import Drafter, NoDrafter
 from .drafters.early_exit import EarlyExitDrafter, best_count, first_layers
 from .drafters.lookahead import JacobiDrafter, LookaheadDrafter
+from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter, SharedTokens
 from .drafters.recycle import RecycleDrafter
 from .drafters.suffix import DEFAULT_LEAST_VALUE, SuffixDrafter
@@ -21,7 +22,7 @@ from .drafters.translated import TranslatedDrafter
 from .errors import InputError, LoadError
 from .probe import probe
 from .prompts import QUESTIONS
-from .quantize import DraftQuantize, is_faster, quantized
+from .quantize import DraftQuantize, faster, quantized
 from .ragged import RaggedCache
 from .target import Target
 from .union import UnionDrafter
@@ -59,23 +60,27 @@ class DraftOptions:
     draft_model: Any = None
     draft_tokenizer: Any = None
     vocabularies: Vocabularies = "equal"
-    draft_quantize: DraftQuantize = "none"
+    draft_quantize: DraftQuantize = "auto"
     width: int = 1
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD
     corpus: str | Path | TextStore | None = None
-    memory: int = 0
+    memory: int | Memory = 0
     lookahead: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("memory", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_count and not (name == "memory" and isinstance(value, Memory)):
                 raise InputError(f"{name} must be a whole number, {least} or larger, got {value!r}.")
         if self.vocabularies not in VOCABULARIES:
             raise InputError(f"vocabularies must be one of {', '.join(VOCABULARIES)}, got {self.vocabularies!r}.")
         if self.draft_quantize not in get_args(DraftQuantize):
             allowed = ", ".join(get_args(DraftQuantize))
-            raise InputError(f"draft_quantize must be one of {allowed}, got {self.draft_quantize!r}.")
+            raise InputError(
+                f"draft_quantize must be one of {allowed}, got {self.draft_quantize!r}. (4 bits are no faster than 8 "
+                "on a CPU; a draft_model that another library has quantised is taken as it is.)"
+            )
         if self.lookahead is not None and len(self.lookahead) != 3:
             raise InputError(f"lookahead must be (window, ngram, guesses), got {self.lookahead!r}.")
 
@@ -145,7 +150,12 @@ def choose(
         corpus = options.corpus
         if corpus is not None and not isinstance(corpus, TextStore):
             corpus = read_corpus(corpus, tokenizer, progress=progress)
-        return SuffixDrafter(corpus=corpus, max_tokens=options.memory, **settings)
+        memory: Memory | None
+        if isinstance(options.memory, Memory):
+            memory = options.memory
+        else:
+            memory = Memory(options.memory) if options.memory else None
+        return SuffixDrafter(corpus=corpus, memory=memory, **settings)
 
     # In a union, what is improbable competes with other sources' nodes instead of costing alone.
     least_value = DEFAULT_LEAST_VALUE if len(parts) == 1 else DEFAULT_LEAST_VALUE / 5
@@ -175,10 +185,11 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
     width = options.width
     draft_target = Target(draft)
     is_quantized = False
-    if options.draft_quantize != "none":
-        small = Target(quantized(draft))
-        is_quantized = options.draft_quantize == "int8" or is_faster(small, draft_target)
-        draft_target = small if is_quantized else draft_target
+    if options.draft_quantize == "int8":
+        is_quantized, draft_target = True, Target(quantized(draft))
+    elif options.draft_quantize == "auto":
+        small = faster(draft_target)
+        is_quantized, draft_target = small is not None, small or draft_target
     found = probe(draft_target, is_draft=True)
     draft_target.can_tree = found.can_tree
     if not found.is_exact and not is_quantized:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import models
+from .drafters.memory import DEFAULT_MAX_TOKENS, Memory, fingerprint
 from .drafters.texts import TextStore
-from .errors import InputError
+from .errors import InputError, LoadError
 
-DEFAULT_MAX_TOKENS = 1_000_000
+_TENANT = ""  # texts that belong to nobody
 _MOST_BYTES_PER_TOKEN = 8  # what lies beyond the limit is not even read
 
 
@@ -25,7 +26,7 @@ def read_corpus(
 ) -> TextStore:
     """The texts of a file, or of all UTF-8 files in a folder and its folders, the newest `max_tokens` of them.
 
-    path: text files, or one store written by `TextStore.save`. The ids are kept in the cache folder and found again
+    path: text files, or one file written by `Memory.save`. The ids are kept in the cache folder and found again
     while neither the files nor the tokenizer change. Raises InputError where there is nothing to read.
     """
     if tokenizer is None:
@@ -33,34 +34,37 @@ def read_corpus(
     root = Path(path).expanduser()
     name = fingerprint(tokenizer)
     if root.suffix == ".safetensors" and root.is_file():
-        return TextStore.load(root, name, max_tokens)
+        return _stored(root, tokenizer, max_tokens)
     files = _files(root)
     facts = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([facts, name, max_tokens]).encode()).hexdigest()[:16]
     cached = models.cache_root() / "corpora" / f"{key}.safetensors"
     if cached.is_file():
-        return TextStore.load(cached, name, max_tokens)
-    store = TextStore(max_tokens)
+        with contextlib.suppress(LoadError):  # a damaged one is written again
+            return _stored(cached, tokenizer, max_tokens)
+    memory = Memory(max_tokens)
     for index, file in enumerate(files):
         if progress is not None:
             progress(f"Reading {file.name}", index, len(files))
         text = _text(file, max_tokens * _MOST_BYTES_PER_TOKEN)
         if text:
-            store.add(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if len(store) == 0:
+            memory.add(_TENANT, tokenizer(text, add_special_tokens=False)["input_ids"])
+    store = memory.of(_TENANT)
+    if store is None:
         raise InputError(f"The corpus {str(path)!r} holds no UTF-8 text. Give text or code files.")
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_suffix(".partial")
-        store.save(partial, name)
-        partial.replace(cached)
+        memory.save(cached, tokenizer)
     return store
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """Equal for tokenizers that give equal ids to equal tokens."""
-    words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+def _stored(file: Path, tokenizer: Any, max_tokens: int) -> TextStore:
+    """The texts of a file that `Memory.save` wrote, as far as they belong to no tenant."""
+    memory = Memory(max_tokens)
+    memory.load(file, tokenizer)
+    store = memory.of(_TENANT)
+    if store is None:
+        raise InputError(f"The corpus {str(file)!r} holds only texts of tenants, which are not shared.")
+    return store
 
 
 def _files(root: Path) -> Sequence[Path]:

@@ -30,6 +30,7 @@ from transformers import (
 from . import arguments, loading
 from .cache import num_cached_tokens, read_columns, write_columns
 from .choosing import Vocabularies
+from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .drafters.texts import TextStore
 from .engine import Engine
@@ -48,12 +49,12 @@ def accelerate(
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     vocabularies: Vocabularies = "equal",
-    draft_quantize: DraftQuantize = "none",
+    draft_quantize: DraftQuantize = "auto",
     k: int | None = None,
     width: int = 1,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     corpus: str | Path | TextStore | None = None,
-    memory: int = 0,
+    memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
     prefill_chunk: int = 512,
 ) -> Accelerated:

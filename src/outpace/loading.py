@@ -15,6 +15,7 @@ from . import models
 from .accept import Acceptance
 from .choosing import DraftOptions, Vocabularies, choose, names_of
 from .drafters.base import DEFAULT_K, Drafter
+from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .drafters.texts import TextStore
 from .engine import Engine, EngineOptions
@@ -36,12 +37,12 @@ def load(
     draft_model: Any = None,
     draft_tokenizer: Any = None,
     vocabularies: Vocabularies = "equal",
-    draft_quantize: DraftQuantize = "none",
+    draft_quantize: DraftQuantize = "auto",
     k: int | None = None,
     width: int = 1,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     corpus: str | Path | TextStore | None = None,
-    memory: int = 0,
+    memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
     acceptance: Acceptance = "coupled",
     prefill_chunk: int = 512,
@@ -58,11 +59,11 @@ def load(
     these; several give one tree. "auto" is the best union that the model allows. By default "model" when draft_model is
     given, else "suffix". draft_model: as `model`. vocabularies: how the tokens of target and draft model meet: "equal"
     ids, "shared" tokens under different ids, or "text", which suits any two tokenizers. draft_quantize: "int8" weights
-    for the draft model, or "auto", int8 where that is measured to be faster. k: most drafted tokens per
+    for the draft model, "none", or "auto": int8 where that is measured to be faster. k: most drafted tokens per
     round; by default what the drafter wants. width: branches of a draft model's tree. confidence_threshold: a draft
     model goes no deeper where a path is accepted with less than this probability. corpus: a file or folder of text to
-    copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to copy from, too; 0 forgets every
-    request. lookahead: (window, n-gram, guesses).
+    copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to copy from, too, or a Memory of them;
+    0 forgets every request. lookahead: (window, n-gram, guesses).
     acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
     elsewhere. device: of models that are loaded here; by default a GPU where there is one. applies_generation_config:
     the caller applies the model's generation config; else a warning names what it sets and SamplingParams replace.

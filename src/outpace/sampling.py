@@ -314,6 +314,15 @@ def choose(scores: Tensor, params: SamplingParams, seed: int, position: int) -> 
     return noise.choose(log_probs, ids, seed, position)
 
 
+def preferences(chances: Sequence[float], noise: Sequence[float], params: SamplingParams) -> list[float]:
+    """Shares, summing to 1, of a few tokens by their noisy scores log p / temperature + g; for drafts, which guess."""
+    scores = [math.log(p) / params.temperature + g if p > 0 else -math.inf for p, g in zip(chances, noise, strict=True)]
+    most = max(scores)
+    weights = [math.exp(score - most) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
 def greedy_tokens(logits: Tensor) -> list[int] | None:
     """The argmax of each row of [nodes, vocab] raw logits; None when one of them has no number to choose."""
     scores, tokens = logits.max(-1)

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from .. import audit, session
+from ..drafters.memory import Memory
 from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from ..engine import Engine, Result
 from ..request import Prompt
@@ -48,8 +49,12 @@ def generate(
     width: Width = 1,
     confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
     vocabularies: VocabulariesOption = "equal",
-    draft_quantize: DraftQuantizeOption = "none",
+    draft_quantize: DraftQuantizeOption = "auto",
     corpus: Corpus = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="A file that keeps what was written, to draft later texts from; made if it is not there."),
+    ] = None,
     lookahead: Lookahead = None,
     acceptance: AcceptanceOption = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
@@ -90,6 +95,7 @@ def generate(
         prediction="" if prediction is None else _read_file(prediction),
     )
     text = _read_prompt(prompt)
+    remembered = Memory()
     engine = load_engine(
         model,
         draft_model=draft_model,
@@ -100,6 +106,7 @@ def generate(
         vocabularies=vocabularies,
         draft_quantize=draft_quantize,
         corpus=corpus,
+        memory=0 if memory is None else remembered,
         lookahead=lookahead,
         acceptance=acceptance,
         dtype=dtype,
@@ -109,7 +116,12 @@ def generate(
     if compare:  # neither run should pay for the process's first forwards
         for warm in (engine, engine.without_drafts()):
             warm.generate(request, replace(params, max_new_tokens=min(8, max_new_tokens), stop=()))
+            remembered.forget(params.tenant)
+    if memory is not None and memory.exists():
+        remembered.load(memory, engine.tokenizer)
     result = _run(engine, request, params, show=not as_json)
+    if memory is not None:
+        remembered.save(memory, engine.tokenizer)
     if not result.stats.is_lossless:
         talk.print("[bold red]Not lossless[/]: typical acceptance changes the distribution of the text.")
     report: dict[str, Any] = {"outpace": _to_dict(result)}

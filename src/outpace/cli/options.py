@@ -54,7 +54,10 @@ VocabulariesOption = Annotated[
 ]
 DraftQuantizeOption = Annotated[
     DraftQuantize,
-    typer.Option("--draft-quantize", help="Weights of the draft model: int8, or auto, int8 where it measures faster."),
+    typer.Option(
+        "--draft-quantize",
+        help="Weights of the draft model: int8, none for its own, or auto: int8 where that measures faster.",
+    ),
 ]
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of text or code to copy drafts from.")]
 Lookahead = Annotated[

@@ -47,7 +47,7 @@ def verify(
     width: Width = 1,
     confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
     vocabularies: VocabulariesOption = "equal",
-    draft_quantize: DraftQuantizeOption = "none",
+    draft_quantize: DraftQuantizeOption = "auto",
     corpus: Corpus = None,
     lookahead: Lookahead = None,
     prompts: Annotated[

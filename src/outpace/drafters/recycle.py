@@ -8,7 +8,6 @@ are kept, and the tree takes the likeliest paths instead of a fixed shape.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import noise
+from .. import noise, sampling
 from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
@@ -111,13 +110,9 @@ def _drawn(
 ) -> tuple[list[int], list[float]]:
     """Successors in the order in which the target's own noise at a position prefers them: it is known before."""
     noisy = noise.rough(session.seed, position, ids, session.noise_stream)
-    temperature = session.params.temperature
-    scores = [math.log(c) / temperature + g if c > 0 else -math.inf for c, g in zip(chances, noisy, strict=True)]
-    most = max(scores)
-    weights = [math.exp(score - most) for score in scores]
-    total = sum(weights)
+    weights = sampling.preferences(chances, noisy, session.params)
     order = sorted(range(len(ids)), key=lambda i: -weights[i])
-    return [ids[i] for i in order], [weights[i] / total for i in order]
+    return [ids[i] for i in order], [weights[i] for i in order]
 
 
 def _before_root(session: Session) -> int:

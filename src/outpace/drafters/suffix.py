@@ -14,6 +14,7 @@ from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
 from .candidates import Candidates
+from .memory import Memory
 from .texts import GrowingText, Occurrence, TextStore
 
 # A shorter match counts half as much per missing token, a place further back a little less than the one before.
@@ -34,9 +35,9 @@ class SuffixDrafter:
     """Trees of continuations.
 
     min_match: shortest ending worth a draft. least_value: paths that are less likely than this are not drafted; 0
-    drafts as much as the budget allows, which with min_match 1 is classical prompt lookup. max_tokens: how much of the
-    outputs of ended requests is remembered, per tenant, and found again only by requests of the same tenant; 0 forgets
-    them. corpus: texts that all tenants share.
+    drafts as much as the budget allows, which with min_match 1 is classical prompt lookup. memory: where the outputs of
+    ended requests go, and are found again by requests of the same tenant; None forgets them. corpus: texts that all
+    tenants share.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SuffixDrafter:
         min_match: int = 2,
         least_value: float = DEFAULT_LEAST_VALUE,
         name: str = "suffix",
-        max_tokens: int = 0,
+        memory: Memory | None = None,
         corpus: TextStore | None = None,
     ) -> None:
         if isinstance(min_match, bool) or not isinstance(min_match, int) or min_match < 1:
@@ -53,9 +54,8 @@ class SuffixDrafter:
             raise InputError(f"least_value must be at least 0 and below 1, got {least_value!r}.")
         self.name = name
         self._min_match, self._least_value = min_match, least_value
-        self._max_tokens = max_tokens
+        self._memory = memory
         self._corpus = corpus
-        self._memories: dict[str, TextStore] = {}
         self._texts: dict[int, _Texts] = {}
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
@@ -75,7 +75,8 @@ class SuffixDrafter:
         """Earlier places of the ending, with their weights."""
         ending = texts.own.tokens
         found = texts.own.find(ending, self._min_match)
-        for store in (self._memories.get(session.params.tenant), self._corpus):
+        remembered = None if self._memory is None else self._memory.of(session.params.tenant)
+        for store in (remembered, self._corpus):
             if store is not None:
                 found += store.find(ending, self._min_match)
         if texts.prediction.tokens:
@@ -113,9 +114,8 @@ class SuffixDrafter:
 
     def release(self, session: Session) -> None:
         self._texts.pop(session.id, None)
-        if self._max_tokens and session.new_tokens:
-            tenant = session.params.tenant
-            self._memories.setdefault(tenant, TextStore(self._max_tokens)).add(session.new_tokens)
+        if self._memory is not None and session.new_tokens:
+            self._memory.add(session.params.tenant, session.new_tokens)
 
 
 def _bucket(match: int) -> int:

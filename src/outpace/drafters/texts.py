@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from ..errors import InputError, LoadError
+from ..errors import InputError
 
 MAX_MATCH = 64  # longer matches say no more
 MAX_OCCURRENCES = 16  # the latest ones
@@ -178,24 +175,13 @@ class TextStore:
                 return found[:MAX_OCCURRENCES]
         return []
 
-    def save(self, path: str | Path, fingerprint: str) -> None:
-        """Write the texts to a safetensors file. fingerprint: names the tokenizer whose ids they are."""
-        pieces = [piece.tokens for piece in self._pieces] + [np.array(self._open.tokens, dtype=np.int32)]
-        save_file({"tokens": np.concatenate(pieces)}, str(path), {"format": "outpace-texts", "tokenizer": fingerprint})
+    def tokens(self) -> NDArray[np.int32]:
+        """[len(self)] all texts, oldest first, each with a separator behind it."""
+        return np.concatenate([*(piece.tokens for piece in self._pieces), np.array(self._open.tokens, dtype=np.int32)])
 
     @staticmethod
-    def load(path: str | Path, fingerprint: str, max_tokens: int = 1_000_000) -> TextStore:
-        """Read what `save` wrote. Raises LoadError for another kind of file or another tokenizer."""
-        try:
-            with safe_open(str(path), "numpy") as file:
-                metadata = file.metadata() or {}
-                tokens = file.get_tensor("tokens") if metadata.get("format") == "outpace-texts" else None
-        except Exception as error:
-            raise LoadError(f"The text store {str(path)!r} cannot be read: {error}") from error
-        if tokens is None:
-            raise LoadError(f"{str(path)!r} is no text store of outpace. Give one that was written by it.")
-        if metadata.get("tokenizer") != fingerprint:
-            raise LoadError(f"The text store {str(path)!r} holds ids of another tokenizer. Build it again.")
+    def of_tokens(tokens: NDArray[np.int32], max_tokens: int = 1_000_000) -> TextStore:
+        """The store of which `tokens` came, or its newest part."""
         store = TextStore(max_tokens)
         store._pieces.append(_sorted(tokens[-max_tokens:], store.orders))
         return store
