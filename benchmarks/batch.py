@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     quiet_transformers()
     with progress_bar() as progress:
-        engine = outpace.load(args.model, progress=progress)
+        engine = outpace.load(args.model, planner="off", progress=progress)
     model: Any = engine.target.model
     rows = [engine.encode(prompt.prompt)[-args.longest :] for prompt in mixed(args.prompts, args.batch)]
     longest = max(map(len, rows))
@@ -58,7 +58,7 @@ def main() -> None:
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
     }
     settings = {"max_new_tokens": args.tokens, "do_sample": False}
-    fast = outpace.accelerate(model, tokenizer=engine.tokenizer, drafter="suffix", k=args.k)
+    fast = outpace.accelerate(model, tokenizer=engine.tokenizer, drafter="suffix", k=args.k, planner="off")
     plain = outpace.accelerate(model, tokenizer=engine.tokenizer, drafter="none")
 
     def solo(accelerated: Any) -> list[list[int]]:

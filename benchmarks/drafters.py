@@ -68,7 +68,7 @@ def main() -> None:
         options: dict[str, Any] = {"memory": 200_000} if args.warm and "suffix" in name else {}
         if "lookahead" in name and args.lookahead:
             options["lookahead"] = tuple(map(int, args.lookahead.split(",")))
-        engine = outpace.load(model, tokenizer=tokenizer, drafter=name, k=args.nodes, **options)
+        engine = outpace.load(model, tokenizer=tokenizer, drafter=name, k=args.nodes, planner="off", **options)
         if args.warm:
             generate(engine, others, params, args.rows)
         for prompt, base, result in zip(prompts, wanted, generate(engine, prompts, params, args.rows), strict=True):

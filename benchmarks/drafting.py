@@ -82,7 +82,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for name in args.drafters.split(","):
         for context in map(int, args.contexts.split(",")):
-            engine = outpace.load(plain.target.model, tokenizer=plain.tokenizer, drafter=name, k=args.nodes)
+            engine = outpace.load(
+                plain.target.model, tokenizer=plain.tokenizer, drafter=name, k=args.nodes, planner="off"
+            )
             engine.target.max_positions = None  # nothing is decoded, so the context may be longer than the model's
             replay(engine, tokens, 16, args.steps, args.nodes, args.temperature)
             times, drafted, per_pass = replay(engine, tokens, context, args.steps, args.nodes, args.temperature)

@@ -60,18 +60,21 @@ def hf_greedy(engine: outpace.Engine, ids: Sequence[int], tokens: int) -> tuple[
 def engines(args: argparse.Namespace) -> tuple[dict[str, outpace.Engine], outpace.Engine]:
     """Every engine to measure, by name, and the plain one; all share one target."""
     with progress_bar() as progress:
-        first = outpace.load(args.model, dtype=args.dtype, progress=progress)
+        first = outpace.load(args.model, dtype=args.dtype, planner="off", progress=progress)
         model, tokenizer = first.target.model, first.tokenizer
-        found = {f"suffix k={k}": outpace.load(model, tokenizer=tokenizer, drafter="suffix", k=k) for k in args.k}
+        found = {
+            f"suffix k={k}": outpace.load(model, tokenizer=tokenizer, drafter="suffix", k=k, planner="off")
+            for k in args.k
+        }
         draft: Any = noisy_copy(model, args.draft_noise) if args.draft_noise else None
         draft_tokenizer = tokenizer
         if args.draft_model:
-            loaded = outpace.load(args.draft_model, dtype=args.dtype, progress=progress)
+            loaded = outpace.load(args.draft_model, dtype=args.dtype, planner="off", progress=progress)
             draft, draft_tokenizer = loaded.target.model, loaded.tokenizer
         if draft is not None:
             for k in args.k:
                 found[f"model k={k}"] = outpace.load(
-                    model, tokenizer=tokenizer, draft_model=draft, draft_tokenizer=draft_tokenizer, k=k
+                    model, tokenizer=tokenizer, draft_model=draft, draft_tokenizer=draft_tokenizer, k=k, planner="off"
                 )
     return found, first.without_drafts()
 

@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     quiet_transformers()
     with progress_bar() as progress:
-        suffix = outpace.load(arguments.model, progress=progress)
+        suffix = outpace.load(arguments.model, k=8, planner="off", progress=progress)
     params = outpace.SamplingParams(
         max_new_tokens=arguments.tokens, temperature=arguments.temperature, top_p=0.95, seed=1, ignore_eos=True
     )

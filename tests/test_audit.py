@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import outpace
-from outpace import audit, noise
+from outpace import Result, audit, noise
 from outpace.audit import Difference
-from outpace.engine import Engine, Result
+from outpace.engine import Engine
 from outpace.sampling import SamplingParams
 from outpace.testing.drafters import random_trees
 from outpace.testing.models import PROMPTS, noisy_copy, scores, tiny_model

@@ -298,7 +298,7 @@ def test_texts_to_copy_from_save_passes_and_change_nothing(folders: dict[str, Pa
     assert found.code == 2 and "cannot be read" in found.talk and not found.out
 
 
-@pytest.mark.parametrize("drafter", ["recycle", "lookahead", "jacobi", "self", "early-exit", "auto", "suffix+jacobi"])
+@pytest.mark.parametrize("drafter", ["recycle", "lookahead", "jacobi", "self", "early-exit", "auto", "suffix+self"])
 def test_every_drafter_can_be_named(drafter: str, folders: dict[str, Path]) -> None:
     plain = read(run("generate", PROMPT, "-m", folders["target"], "-n", 40, "--drafter", "none", "--json"))["outpace"]
     extra = ("--lookahead", "4,3,4") if drafter == "lookahead" else ()

@@ -168,63 +168,24 @@ def test_a_tree_after_a_prefix_by_hand() -> None:
 
 
 @fixed
-@given(trees(may_repeat=False), trees(may_repeat=False))
-def test_merging_keeps_every_path_of_both_trees_once(tree: TokenTree, other: TokenTree) -> None:
-    """The union of the texts, without duplicate siblings; the first tree's nodes keep their places."""
-    merged = tree.merge(other)
-    merged.check(0, VOCAB_SIZE, 20, 20)
-    assert set(texts(merged)) == set(texts(tree)) | set(texts(other))
-    assert len(set(texts(merged))) == len(merged), "siblings with equal tokens"
-    assert merged.tokens[: len(tree)] == tree.tokens and merged.parents[: len(tree)] == tree.parents
-    assert merged.source[: len(tree)] == tree.source
-    best: dict[tuple[int, ...], float] = {}
-    for text, value in [
-        *zip(texts(tree), tree.value, strict=True),
-        *zip(texts(other), other.value, strict=True),
-    ]:
-        best[text] = max(value, best.get(text, 0.0))
-    assert merged.value == tuple(best[text] for text in texts(merged))
-    assert merged.merge(other) == merged == merged.merge(tree)
-    assert set(texts(other.merge(tree))) == set(texts(merged))
+@given(trees(), st.integers(0, 12))
+def test_the_best_nodes_are_a_tree_with_the_largest_values(tree: TokenTree, count: int) -> None:
+    falling = list(tree.value)
+    for node, parent in enumerate(tree.parents[1:], 1):
+        falling[node] = min(falling[node], falling[parent])
+    tree = replace(tree, value=tuple(falling))
+    best = tree.best(count)
+    best.check(0, VOCAB_SIZE, count, 20)
+    assert len(best) == min(count, len(tree) - 1) + 1
+    assert sorted(best.value[1:], reverse=True) == sorted(tree.value[1:], reverse=True)[:count]
+    assert set(texts(best)) <= set(texts(tree))
 
 
-@fixed
-@given(trees(), trees())
-def test_merging_trees_with_duplicate_siblings_loses_no_path(tree: TokenTree, other: TokenTree) -> None:
-    """Duplicates of the first tree stay, those of the second find one node; nothing is added twice."""
-    merged = tree.merge(other)
-    merged.check(0, VOCAB_SIZE, 20, 20)
-    assert set(texts(merged)) == set(texts(tree)) | set(texts(other))
-    assert merged.tokens[: len(tree)] == tree.tokens and merged.parents[: len(tree)] == tree.parents
-    added = texts(merged)[len(tree) :]
-    assert len(set(added)) == len(added)
-
-
-def test_merging_by_hand() -> None:
-    """Node 3 is in both trees: it keeps its source and q and takes the larger value; 4 and its child come."""
-    q, other_q = torch.tensor([1.0]), torch.tensor([2.0])
-    mine = replace(EXAMPLE, q=(None, q, None, None))
-    other = TokenTree(
-        (7, 4, 3, 8), (-1, 0, 0, 1), (1.0, 0.3, 0.9, 0.2), ("", "c", "c", "c"), (None, None, other_q, other_q)
-    )
-    merged = mine.merge(other)
-    assert merged.tokens == (7, 3, 5, 9, 4, 8)
-    assert merged.parents == (-1, 0, 0, 1, 0, 4)
-    assert merged.value == (1.0, 0.9, 0.1, 0.4, 0.3, 0.2)
-    assert merged.source == ("", "a", "b", "a", "c", "c")
-    assert merged.q == (None, q, None, None, None, other_q)
-
-
-def test_merging_finds_the_first_of_duplicate_siblings() -> None:
-    """The one that `child` finds too, so that what is hung under it can be reached."""
-    merged = make([0, 1, 1], [-1, 0, 0]).merge(make([0, 1, 2], [-1, 0, 1]))
-    assert merged.tokens == (0, 1, 1, 2)
-    assert merged.parents == (-1, 0, 0, 1)
-
-
-def test_trees_with_different_roots_cannot_be_merged() -> None:
-    with pytest.raises(DraftError, match="different roots.* 7 and 8"):
-        EXAMPLE.merge(TokenTree.chain(8, [3]))
+def test_the_best_nodes_by_hand() -> None:
+    """Of 3 (0.8), 5 (0.1) and 9 below 3 (0.4), the best two are 3 and 9."""
+    best = EXAMPLE.best(2)
+    assert (best.tokens, best.parents, best.value) == ((7, 3, 9), (-1, 0, 1), (1.0, 0.8, 0.4))
+    assert EXAMPLE.best(3) is EXAMPLE and EXAMPLE.best(0).tokens == (7,)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from .drafters.memory import Memory
 from .dropin import Accelerated, accelerate
-from .engine import Chunk, Engine, EngineOptions, Result
+from .engine import Engine, EngineOptions
 from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
 from .loading import load
 from .sampling import SamplingParams
-from .session import Stats, TokenLogprob
+from .session import Chunk, Result, Stats, TokenLogprob
 
 __all__ = [
     "Accelerated",

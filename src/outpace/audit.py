@@ -15,9 +15,10 @@ from torch import Tensor
 
 from . import noise, sampling
 from .cache import Cache
-from .engine import Engine, Result
+from .engine import Engine
 from .request import Prompt
 from .sampling import SamplingParams
+from .session import Result
 from .target import Block, Target
 
 

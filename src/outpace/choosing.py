@@ -177,6 +177,8 @@ def choose(
                 f"The drafter {drafter.name!r} needs trees, and this model can only be given chains. Use another one, "
                 "such as suffix or jacobi."
             )
+        if len(found) > 1 and getattr(drafter, "is_whole", False):
+            raise InputError(f"The drafter {drafter.name!r} cannot be joined with others: name it alone.")
     return found[0] if len(found) == 1 else UnionDrafter(found, target.vocab_size)
 
 

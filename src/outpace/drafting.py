@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from .drafters.base import Budget, Drafter, Observer
 from .errors import InputError
+from .planner import Planner
 from .session import Session
 from .tree import TokenTree
 
@@ -17,15 +20,41 @@ _log = logging.getLogger("outpace")
 
 
 class Drafting:
-    """One drafter as the engine sees it. vocab_size: ids at or above it are refused."""
+    """One drafter as the engine sees it. vocab_size: ids at or above it are refused. planner: says how much to draft;
+    without one, drafts are as large as their budgets."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        self.drafter, self.vocab_size = drafter, vocab_size
+    def __init__(self, drafter: Drafter, vocab_size: int, planner: Planner | None = None) -> None:
+        self.drafter, self.vocab_size, self.planner = drafter, vocab_size, planner
+        self._is_whole = getattr(drafter, "is_whole", False)
+        self._seconds = 0.0  # of the last drafts
+        self._depth = 0  # of the deepest of them
         self._observer = drafter if isinstance(drafter, Observer) else None
         self._warned: set[str] = set()
 
     def trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One checked tree per session; a single node where the budget is empty or the draft is bad."""
+        if self.planner is None or not sessions:
+            return self._trees(sessions, budgets)
+        planned = self.planner.budgets(budgets)
+        if self._is_whole:
+            planned = [replace(budget, least_value=0.0) for budget in planned]
+        begin = time.perf_counter()
+        trees = self._trees(sessions, planned)
+        is_drafted = any(budget.nodes for budget in planned)
+        self._seconds = time.perf_counter() - begin if is_drafted else 0.0
+        self._depth = max(max(tree.depths()) for tree in trees)
+        if not is_drafted:
+            for session, budget in zip(sessions, budgets, strict=True):
+                session.stats.num_rounds_switched_off += budget.nodes > 0
+        return self.planner.cut(trees, self._seconds) if is_drafted and not self._is_whole else trees
+
+    def learn(self, trees: Sequence[TokenTree], num_tokens: int, seconds: float) -> None:
+        """The round of these trees has ended. num_tokens: emitted by all rows; seconds: of the pass and the choice."""
+        if self.planner is not None and trees:
+            nodes = max(len(tree) for tree in trees)
+            self.planner.observe(len(trees), nodes, num_tokens, self._depth, self._seconds, seconds)
+
+    def _trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
         trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
         asked = [(session, budget) for session, budget in zip(sessions, budgets, strict=True) if budget.nodes > 0]
         if not asked:

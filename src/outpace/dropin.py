@@ -36,6 +36,7 @@ from .drafters.texts import TextStore
 from .engine import Engine
 from .errors import EngineError, InputError
 from .group import RowGroup, as_generate_gives, form_groups
+from .loading import PlannerName
 from .quantize import DraftQuantize
 from .sampling import SamplingParams
 from .session import Session, Stats
@@ -56,6 +57,7 @@ def accelerate(
     corpus: str | Path | TextStore | None = None,
     memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
+    planner: PlannerName | None = None,
     prefill_chunk: int = 512,
 ) -> Accelerated:
     """An object whose `generate` takes and gives what `model.generate` does, in fewer passes over the model.
@@ -84,6 +86,7 @@ def accelerate(
         corpus=corpus,
         memory=memory,
         lookahead=lookahead,
+        planner=planner,
         prefill_chunk=prefill_chunk,
         applies_generation_config=True,
     )

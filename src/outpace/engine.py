@@ -8,6 +8,7 @@ Committed tokens that the cache does not hold yet (a prompt, tokens after a rewo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +20,14 @@ from .cache import Cache
 from .drafters.base import DEFAULT_K, Budget, Drafter, NoDrafter
 from .drafting import Drafting
 from .errors import EngineError, InputError
+from .planner import Planner
 from .probe import Capabilities
 from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
 from .sampling import SamplingParams
-from .session import Session, Stats, TokenLogprob
+from .session import Chunk, Result, Session
 from .target import Block, Target
 from .tree import TokenTree
+from .union import UnionDrafter
 from .verify import Verdict
 
 
@@ -47,39 +50,12 @@ class EngineOptions:
             raise InputError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, got {self.acceptance!r}.")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one request gave.
-
-    text: without special tokens and without the stop string. tokens: generated ids, an end-of-text token included.
-    finish_reason: "stop" or "length"; stop_reason: the token id or string that stopped it. seed: repeats the run.
-    logprobs: one entry per token when asked for.
-    """
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    seed: int
-    logprobs: list[TokenLogprob] | None
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a stream. text: newly final text; tokens: newly committed ids; result: set on the last piece."""
-
-    text: str
-    tokens: list[int]
-    result: Result | None = None
-
-
 @dataclass(slots=True)
 class Engine:
     """A model, a drafter and the rows being decoded. Thread-safe: threads share steps, never rows.
 
     tokenizer: transformers' tokenizer, or None for token ids only. end_ids: the model's end-of-text tokens.
+    planner: says how much to draft; without one, drafts are always k long.
     """
 
     target: Target
@@ -88,6 +64,7 @@ class Engine:
     end_ids: tuple[int, ...]
     capabilities: Capabilities
     options: EngineOptions = field(default_factory=EngineOptions)
+    planner: Planner | None = None
     requests: Requests = field(init=False)
     _cache: Cache = field(init=False)
     _rows: list[Session] = field(default_factory=list)
@@ -97,7 +74,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._cache = self.target.new_cache()
-        self._drafting = Drafting(self.drafter, self.target.vocab_size)
+        source = self.drafter
+        if self.planner is not None and not getattr(source, "is_whole", isinstance(source, UnionDrafter)):
+            source = UnionDrafter([source], self.target.vocab_size)  # what a guess is worth is counted there
+        self._drafting = Drafting(source, self.target.vocab_size, self.planner)
         if hasattr(self.drafter, "attach"):
             self.drafter.attach(self._cache)
         self.requests = Requests(self.target, self.tokenizer, self.end_ids, self.options.acceptance, self.drafter.name)
@@ -286,10 +266,14 @@ class Engine:
             else:  # waits for the other rows of its group
                 continue
             fed.append(session)
+        begin = time.perf_counter()
         outputs = self.target.forward(self._cache, blocks)
         logits = {session.id: output.logits for session, output in zip(fed, outputs, strict=True)}
         self._drafting.observe(ready, [trees[s.id] for s in ready], [logits[s.id] for s in ready])
         verdicts = self._accept(ready, trees, logits)
+        if len(fed) == len(ready) == len(verdicts) and not any(behind.values()):  # no prompt was read beside
+            num_tokens = sum(len(verdict.path) for verdict in verdicts.values())
+            self._drafting.learn([trees[s.id] for s in ready], num_tokens, time.perf_counter() - begin)
         for session, block in zip(fed, blocks, strict=True):
             if session.id not in trees:
                 self._cache.keep(block.row, range(len(block.tokens)))

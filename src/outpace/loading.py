@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +12,21 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from . import models
+from . import models, profiling
 from .accept import Acceptance
 from .choosing import DraftOptions, Vocabularies, choose, names_of
-from .drafters.base import DEFAULT_K, Drafter
+from .drafters.base import DEFAULT_K, Drafter, NoDrafter
 from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .drafters.texts import TextStore
 from .engine import Engine, EngineOptions
 from .errors import InputError, LoadError
+from .planner import PLANNED_K, Planner
 from .probe import probe
 from .quantize import DraftQuantize
 from .target import Target
 
+PlannerName = Literal["auto", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _log = logging.getLogger("outpace")
@@ -45,6 +48,7 @@ def load(
     memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
     acceptance: Acceptance = "coupled",
+    planner: PlannerName | None = None,
     prefill_chunk: int = 512,
     dtype: str = "auto",
     device: str | None = None,
@@ -60,13 +64,16 @@ def load(
     given, else "suffix". draft_model: as `model`. vocabularies: how the tokens of target and draft model meet: "equal"
     ids, "shared" tokens under different ids, or "text", which suits any two tokenizers. draft_quantize: "int8" weights
     for the draft model, "none", or "auto": int8 where that is measured to be faster. k: most drafted tokens per
-    round; by default what the drafter wants. width: branches of a draft model's tree. confidence_threshold: a draft
-    model goes no deeper where a path is accepted with less than this probability. corpus: a file or folder of text to
-    copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to copy from, too, or a Memory of them;
-    0 forgets every request. lookahead: (window, n-gram, guesses).
-    acceptance: see EngineOptions. dtype: of models that are loaded here; "auto" is float32 on CPU and as stored
-    elsewhere. device: of models that are loaded here; by default a GPU where there is one. applies_generation_config:
-    the caller applies the model's generation config; else a warning names what it sets and SamplingParams replace.
+    round; by default what the drafter wants, or 32 that the planner chooses from. width: branches of a draft model's
+    tree. confidence_threshold: a draft model goes no deeper where a path is accepted with less than this probability.
+    corpus: a file or folder of text to copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to
+    copy from, too, or a Memory of them; 0 forgets every request. lookahead: (window, n-gram, guesses).
+    acceptance: see EngineOptions. planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much
+    as pays, at most k tokens and nothing where plain decoding is faster; "off" always drafts k. The default is the
+    environment variable OUTPACE_PLANNER, else "auto". dtype: of models that are loaded here; "auto" is float32 on CPU
+    and as stored elsewhere. device: of models that are loaded here; by default a GPU where there is one.
+    applies_generation_config: the caller applies the model's generation config; else a warning names what it sets and
+    SamplingParams replace.
 
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
@@ -85,6 +92,10 @@ def load(
     options = EngineOptions(k=DEFAULT_K if k is None else k, acceptance=acceptance, prefill_chunk=prefill_chunk)
     if len(parts) > 1 and acceptance != "coupled":
         raise InputError(f"A union of drafters needs acceptance='coupled', got {acceptance!r}. Name one drafter.")
+    if planner is None:
+        planner = os.environ.get("OUTPACE_PLANNER", "auto")  # type: ignore[assignment]
+    if planner not in get_args(PlannerName):
+        raise InputError(f"planner must be one of {', '.join(get_args(PlannerName))}, got {planner!r}.")
     if dtype not in get_args(DtypeName):
         raise InputError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}.")
     target_model, tokenizer = load_model(model, tokenizer, dtype, device, progress)
@@ -101,9 +112,12 @@ def load(
         lambda name, its_tokenizer: load_model(name, its_tokenizer, dtype, device, progress),
         progress,
     )
+    is_planned = planner == "auto" and acceptance == "coupled" and not isinstance(chosen, NoDrafter)
     if k is None:
-        options = replace(options, k=getattr(chosen, "num_nodes", DEFAULT_K))
-    return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options)
+        most = PLANNED_K if is_planned and not getattr(chosen, "is_whole", False) else DEFAULT_K
+        options = replace(options, k=getattr(chosen, "num_nodes", most))
+    plans = Planner(profiling.costs(target, options.k + 1, progress)) if is_planned else None
+    return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options, plans)
 
 
 def load_model(

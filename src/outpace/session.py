@@ -36,7 +36,8 @@ class Stats:
 
     num_verifications: forwards of the target that emitted a token for this request; num_prefill_passes: forwards that
     only read prompt. num_drafted_tokens: nodes verified; num_accepted_tokens: those that were kept.
-    num_rounds_without_draft: verifications of a single node. num_draft_failures: drafts thrown away because the
+    num_rounds_without_draft: verifications of a single node; num_rounds_switched_off: those of them in which nothing
+    was asked for, as drafting did not pay. num_draft_failures: drafts thrown away because the
     drafter raised or broke its contract. drafted_by_depth, accepted_by_depth: [depth] rounds in which a node of that
     depth was drafted / kept. prefill_seconds: until the first token; decode_seconds: from there to the end.
     """
@@ -51,6 +52,7 @@ class Stats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rounds_without_draft: int = 0
+    num_rounds_switched_off: int = 0
     num_draft_failures: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -206,6 +208,34 @@ class Session:
         text = "".join(self.pieces)
         self.pieces.clear()
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one request gave.
+
+    text: without special tokens and without the stop string. tokens: generated ids, an end-of-text token included.
+    finish_reason: "stop" or "length"; stop_reason: the token id or string that stopped it. seed: repeats the run.
+    logprobs: one entry per token when asked for.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: list[int]
+    finish_reason: str
+    stop_reason: int | str | None
+    seed: int
+    logprobs: list[TokenLogprob] | None
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream. text: newly final text; tokens: newly committed ids; result: set on the last piece."""
+
+    text: str
+    tokens: list[int]
+    result: Result | None = None
 
 
 def to_dict(stats: Stats) -> dict[str, Any]:

@@ -131,29 +131,20 @@ class TokenTree:
             q=(None,) * shift + self.q,
         )
 
-    def merge(self, other: TokenTree) -> TokenTree:
-        """The union of two trees with the same root: equal tokens under one parent become one node.
-
-        A node that both trees have keeps this tree's source and proposal, and the larger of the two values.
-        """
-        if self.tokens[0] != other.tokens[0]:
-            raise DraftError(f"Trees with different roots cannot be merged: {self.tokens[0]} and {other.tokens[0]}.")
-        tokens, parents, source, q = list(self.tokens), list(self.parents), list(self.source), list(self.q)
-        value = list(self.value)
-        known = {(parents[node], tokens[node]): node for node in reversed(range(1, len(tokens)))}
-        place = [0]
-        for node in range(1, len(other)):
-            key = (place[other.parents[node]], other.tokens[node])
-            if key not in known:
-                known[key] = len(tokens)
-                tokens.append(other.tokens[node])
-                parents.append(key[0])
-                value.append(other.value[node])
-                source.append(other.source[node])
-                q.append(other.q[node])
-            value[known[key]] = max(value[known[key]], other.value[node])
-            place.append(known[key])
-        return TokenTree(tuple(tokens), tuple(parents), tuple(value), tuple(source), tuple(q))
+    def best(self, count: int) -> TokenTree:
+        """The `count` drafted nodes with the largest values, and no more; values must not grow downwards."""
+        if count >= len(self) - 1:
+            return self
+        ranked = sorted(range(1, len(self)), key=lambda node: -self.value[node])  # stable: parents stay first
+        chosen = [0, *sorted(ranked[:count])]
+        place = {node: index for index, node in enumerate(chosen)}
+        return TokenTree(
+            tokens=tuple(self.tokens[node] for node in chosen),
+            parents=(-1, *(place[self.parents[node]] for node in chosen[1:])),
+            value=tuple(self.value[node] for node in chosen),
+            source=tuple(self.source[node] for node in chosen),
+            q=tuple(self.q[node] for node in chosen),
+        )
 
     def check(self, root: int, vocab_size: int, max_drafts: int, max_depth: int, can_branch: bool = True) -> None:
         """Raise DraftError unless this is a tree under `root` that a target with `vocab_size` ids can verify."""

@@ -8,12 +8,12 @@ of every accepted node of every source, whether they were verified or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from .cache import Cache
-from .drafters.base import DEFAULT_K, Budget, Drafter
+from .drafters.base import Budget, Drafter
 from .drafters.candidates import Candidates
 from .drafting import Drafting
 from .session import Session
@@ -58,7 +58,6 @@ class UnionDrafter:
     def __init__(self, sources: Sequence[Drafter], vocab_size: int) -> None:
         self.name = "+".join(source.name for source in sources)
         self.sources = tuple(sources)
-        self.num_nodes = max(getattr(source, "num_nodes", DEFAULT_K) for source in sources)
         self.calibration = Calibration()
         self._sources = [Drafting(source, vocab_size) for source in sources]
         self._last: dict[int, _Last] = {}
@@ -66,7 +65,9 @@ class UnionDrafter:
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
         for session in sessions:
             self._learn(session)
-        by_source = [source.trees(sessions, budgets) for source in self._sources]
+        # What one source finds improbable may be better than it says, or likely by what another says.
+        wide = [replace(budget, least_value=budget.least_value / 2) for budget in budgets]
+        by_source = [source.trees(sessions, wide) for source in self._sources]
         unions = []
         for session, budget, trees in zip(sessions, budgets, zip(*by_source, strict=True), strict=True):
             last = self._last[session.id] = _Last(len(session.tokens), [(tree, _children(tree)) for tree in trees])

@@ -13,9 +13,10 @@ from rich.table import Table
 from .. import audit, session
 from ..drafters.memory import Memory
 from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
-from ..engine import Engine, Result
+from ..engine import Engine
 from ..request import Prompt
 from ..sampling import SamplingParams
+from ..session import Result
 from .options import (
     AcceptanceOption,
     ConfidenceThreshold,
@@ -29,6 +30,7 @@ from .options import (
     K,
     Lookahead,
     Model,
+    PlannerOption,
     VocabulariesOption,
     Width,
     as_prompt,
@@ -56,6 +58,7 @@ def generate(
         typer.Option(help="A file that keeps what was written, to draft later texts from; made if it is not there."),
     ] = None,
     lookahead: Lookahead = None,
+    planner: PlannerOption = "auto",
     acceptance: AcceptanceOption = "coupled",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.top_p,
@@ -108,6 +111,7 @@ def generate(
         corpus=corpus,
         memory=0 if memory is None else remembered,
         lookahead=lookahead,
+        planner=planner,
         acceptance=acceptance,
         dtype=dtype,
         device=device,
@@ -214,10 +218,15 @@ def _table(fast: Result, plain: Result) -> Table:
 
 def _summary(result: Result) -> str:
     stats = result.stats
+    off = (
+        f", {stats.num_rounds_switched_off} passes without, as drafts did not pay"
+        if stats.num_rounds_switched_off
+        else ""
+    )
     failures = f", {stats.num_draft_failures} drafts failed" if stats.num_draft_failures else ""
     return (
         f"{stats.num_new_tokens} tokens in {stats.num_verifications} passes ({stats.tokens_per_pass:.2f} per pass, "
-        f"{stats.num_accepted_tokens} of {stats.num_drafted_tokens} drafted tokens accepted{failures}), "
+        f"{stats.num_accepted_tokens} of {stats.num_drafted_tokens} drafted tokens accepted{failures}{off}), "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, drafter {stats.drafter}, {stats.acceptance}, "
         f"finish: {result.finish_reason}, seed {result.seed}"
     )

@@ -14,7 +14,7 @@ from rich.console import Console
 from ..accept import Acceptance
 from ..choosing import DRAFTERS, Vocabularies
 from ..engine import Engine
-from ..loading import DtypeName, load
+from ..loading import DtypeName, PlannerName, load
 from ..models import progress_bar
 from ..quantize import DraftQuantize
 
@@ -63,6 +63,14 @@ Corpus = Annotated[str | None, typer.Option(help="A file or folder of text or co
 Lookahead = Annotated[
     str | None,
     typer.Option(metavar="W,N,G", help="Of --drafter lookahead: window, n-gram and guesses. [default: 15,5,15]"),
+]
+PlannerOption = Annotated[
+    PlannerName,
+    typer.Option(
+        "--planner",
+        envvar="OUTPACE_PLANNER",
+        help="auto: draft as much as pays on this machine and text, measured, and at most k. off: always draft k.",
+    ),
 ]
 AcceptanceOption = Annotated[
     Acceptance,

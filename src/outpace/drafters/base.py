@@ -16,11 +16,15 @@ DEFAULT_K = 8  # drafted tokens per round, where neither the user nor the drafte
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a draft may have. nodes: drafted nodes; depth: of the tree; can_branch: False asks for a chain."""
+    """What a draft may have. nodes: drafted nodes; depth: of the tree; can_branch: False asks for a chain.
+
+    least_value: a path that is accepted with less than this probability is not worth its costs. A hint.
+    """
 
     nodes: int
     depth: int
     can_branch: bool
+    least_value: float = 0.0
 
 
 class Drafter(Protocol):
@@ -31,8 +35,9 @@ class Drafter(Protocol):
     too many nodes cost the round its draft and are counted.
 
     Optional: `observe` (see `Observer`); `needs_trees = True` for a drafter that is useless where only chains can be
-    verified; `num_nodes`, the drafted nodes per round that it wants by default; `attach(cache)`, called once with the
-    target's cache by a drafter's engine.
+    verified; `num_nodes`, the drafted nodes per round that it wants by default; `is_whole = True` for one whose trees
+    only make sense whole, so that they are neither cut nor joined with those of others; `attach(cache)`, called once
+    with the target's cache by a drafter's engine.
     """
 
     name: str

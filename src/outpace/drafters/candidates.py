@@ -43,7 +43,7 @@ class Candidates:
         """Best-first: the likeliest node that has no children yet gets its successors, while they can still be among
         the best that the budget has room for. successors(node): (token, chance, source), best first."""
         heap = [(-1.0, 0)]
-        kept = [0.0] * budget.nodes  # the values of the best nodes so far, smallest first
+        kept = [budget.least_value] * budget.nodes  # the values of the best nodes so far, smallest first
         while heap:
             value, node = heapq.heappop(heap)
             if -value <= kept[0]:

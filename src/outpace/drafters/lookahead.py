@@ -26,6 +26,7 @@ class JacobiDrafter:
     """A chain of the target's own choices behind the last accepted token, each made after a guess that may be wrong."""
 
     name = "jacobi"
+    is_whole = True
 
     def __init__(self) -> None:
         self._guesses: dict[int, tuple[int, list[int]]] = {}  # session -> (length of its text, what follows)
@@ -68,6 +69,7 @@ class LookaheadDrafter:
 
     name = "lookahead"
     needs_trees = True
+    is_whole = True
 
     def __init__(self, window: int = 15, ngram: int = 5, guesses: int = 15) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ class ModelDrafter:
             if not self._warned:
                 self._warned = True
                 _log.warning("The draft model has %d positions; texts are not drafted beyond them.", limit)
-        return Budget(budget.nodes, max(0, depth), budget.can_branch and self._draft.can_tree)
+        return replace(budget, depth=max(0, depth), can_branch=budget.can_branch and self._draft.can_tree)
 
     # ---------------------------------------------------------------- catching up
 
@@ -219,14 +219,15 @@ class ModelDrafter:
         """The nodes of a depth whose children are worth a forward, best first."""
         draft = self._drafts[session.id]
         found = [i for i, node in enumerate(draft.nodes) if node.depth == depth]
+        least = max(self._threshold, budget.least_value)
         if self._is_ratio_test(session):
             # Which nodes exist must not depend on the values of sampled siblings: only a chain may stop early.
             if len(draft.nodes) + len(found) > budget.nodes:
                 return []
-            return found if len(found) > 1 else [i for i in found if draft.nodes[i].value >= self._threshold]
+            return found if len(found) > 1 else [i for i in found if draft.nodes[i].value >= least]
         best = sorted((node.value for node in draft.nodes), reverse=True)
         worst_kept = best[budget.nodes - 1] if len(best) >= budget.nodes else 0.0
-        worth = [i for i in found if draft.nodes[i].value >= max(self._threshold, worst_kept)]
+        worth = [i for i in found if draft.nodes[i].value >= max(least, worst_kept)]
         return sorted(worth, key=lambda i: -draft.nodes[i].value)[: self._width if budget.can_branch else 1]
 
     def _deepen(self, work: Sequence[tuple[Session, Budget, list[int]]]) -> None:
@@ -305,6 +306,11 @@ class ModelDrafter:
             mass = q.sum()
             q = q / mass if mass > 1e-30 else torch.zeros_like(q)
 
+    def _eighths(self, draft: RowDraft, node: _Node) -> int:
+        """How sure the draft was of a node, after its parent: by this its chances are counted."""
+        above = draft.nodes[node.parent].value if node.parent >= 0 else 1.0
+        return int(8 * node.value / above) if 0 <= node.value <= above and above > 0 else 0  # no number is none
+
     def _is_ratio_test(self, session: Session) -> bool:
         return session.stats.acceptance == "rejection" and not session.params.is_greedy
 
@@ -321,6 +327,6 @@ class ModelDrafter:
             tokens=(session.tokens[-1], *(node.token for node in nodes)),
             parents=(-1, *(place[node.parent] for node in nodes)),
             value=(1.0, *(node.value for node in nodes)),
-            source=("", *(self.name for _ in nodes)),
+            source=("", *(f"{self.name} p{self._eighths(draft, node)}" for node in nodes)),
             q=(None, *(node.q for node in nodes)),
         )

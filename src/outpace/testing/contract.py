@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..drafters.base import Budget, Drafter, Observer
-from ..engine import Engine, Result
+from ..engine import Engine
 from ..loading import load
 from ..sampling import SamplingParams
-from ..session import Session
+from ..session import Result, Session
 from .models import PROMPTS, scores, tiny_model
 
 MakeDrafter = Callable[[Engine], Drafter]

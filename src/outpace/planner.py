@@ -1,0 +1,124 @@
+"""How much to draft, and whether at all: what the guesses are worth against what the nodes cost.
+
+speed = E / (T_draft + T(B, n)): the expected tokens of a step over its time. T comes from the measured cost curve, E
+from acceptance that was counted, drafting is timed. The same quotient decides the size of a tree, how deep a draft
+model goes and whether to draft at all. Nothing here can change a text. Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .costs import CostCurve
+from .drafters.base import Budget
+from .tree import TokenTree
+
+PLANNED_K = 32  # the most nodes to choose from, where neither the user nor the drafter says more
+MARGIN = 1.03  # drafting goes on only where it is this much faster
+_FADE = 0.95  # weight of the past in running means, per round
+_FIRST_DEPTH = 4  # of the first draft, whose cost is not known
+_CHEAP = (
+    0.02  # drafting below this share of a plain pass needs no switch: trees are cut to nothing where they do not pay
+)
+_MOST_LOST = 3.0  # plain passes that may be lost to drafts before they are switched off
+_LOST_SHARE = 0.015  # of the time in which they are off, until they are tried again
+_LEAST_PAUSE = 8  # rounds
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known at one batch size. tokens, seconds: of drafted rounds, fading; draft_seconds, draft_depth: means of
+    drafting alone. lost: seconds lost to drafts, against plain decoding, since they last paid; pause: rounds until they
+    are tried again."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    draft_depth: float = 0.0
+    lost: float = 0.0
+    pause: int = 0
+
+
+class Planner:
+    """Plans the rounds of one engine. costs: of its target."""
+
+    def __init__(self, costs: CostCurve) -> None:
+        self.costs = costs
+        self._states: dict[int, _State] = {}
+
+    def is_on(self, num_rows: int) -> bool:
+        """Whether rounds of this many rows are drafted at present."""
+        return self._state(num_rows).pause == 0
+
+    def budgets(self, budgets: Sequence[Budget]) -> list[Budget]:
+        """What each row may draft: nothing while drafting does not pay, and nothing that is too improbable to pay."""
+        num_rows, state = len(budgets), self._state(len(budgets))
+        if state.pause > 0:
+            state.pause -= 1
+            if state.pause == 0:
+                state.tokens = state.seconds = state.lost = 0.0
+            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+        if state.draft_depth == 0:
+            return [replace(budget, depth=min(budget.depth, _FIRST_DEPTH)) for budget in budgets]
+        least = self._least_value(state, num_rows, max(budget.nodes for budget in budgets))
+        return [replace(budget, least_value=least) for budget in budgets]
+
+    def _least_value(self, state: _State, num_rows: int, nodes: int) -> float:
+        """A node pays where its chance of acceptance, over its own cost, exceeds the speed without it."""
+        speed = num_rows / self.costs.seconds(num_rows, 1)
+        if state.seconds > 0:
+            speed = max(speed, state.tokens / state.seconds)
+        per_level = state.draft_seconds / max(1.0, state.draft_depth)
+        rise = self.costs.seconds(num_rows, nodes + 1) - self.costs.seconds(num_rows, 1)
+        per_node = max(0.0, rise) / max(1, nodes)
+        return speed * (per_level + per_node) / num_rows
+
+    def cut(self, trees: Sequence[TokenTree], draft_seconds: float) -> list[TokenTree]:
+        """The trees without the nodes that cost more than they promise: each keeps its n best, one n for all rows.
+
+        Rows are padded to the largest tree, so a smaller tree in one row alone saves nothing.
+        """
+        num_rows = len(trees)
+        best, chosen = num_rows / (draft_seconds + self.costs.seconds(num_rows, 1)), 0
+        ranked = [sorted(tree.value[1:], reverse=True) for tree in trees]
+        expected = float(num_rows)
+        for size in range(1, max(len(values) for values in ranked) + 1):
+            expected += sum(values[size - 1] for values in ranked if len(values) >= size)
+            speed = expected / (draft_seconds + self.costs.seconds(num_rows, size + 1))
+            if speed > best:
+                best, chosen = speed, size
+        return [tree.best(chosen) for tree in trees]
+
+    def observe(
+        self, num_rows: int, num_nodes: int, num_tokens: int, depth: int, draft_seconds: float, pass_seconds: float
+    ) -> None:
+        """A round has ended. num_nodes: of its largest tree, root included; num_tokens: emitted by all rows; depth: of
+        what was drafted; 0 rounds without draft."""
+        self.costs.observe(num_rows, num_nodes, pass_seconds)
+        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
+        if draft_seconds == 0:
+            return
+        state.draft_seconds = _faded(state.draft_seconds, draft_seconds)
+        state.draft_depth = _faded(state.draft_depth, depth)
+        state.tokens = _FADE * state.tokens + num_tokens
+        state.seconds = _FADE * state.seconds + draft_seconds + pass_seconds
+        is_cheap = state.draft_seconds < _CHEAP * plain
+        spent = pass_seconds if is_cheap else MARGIN * (pass_seconds + draft_seconds)
+        state.lost = max(0.0, state.lost + spent - num_tokens / num_rows * plain)
+        if state.lost > _MOST_LOST * plain and self.gain(num_rows) < MARGIN:
+            state.pause = max(_LEAST_PAUSE, int(state.lost / plain / _LOST_SHARE))
+
+    def gain(self, num_rows: int) -> float:
+        """The speed of drafted rounds over that of plain ones."""
+        state = self._state(num_rows)
+        if state.seconds <= 0:
+            return 1.0
+        return state.tokens / state.seconds * self.costs.seconds(num_rows, 1) / num_rows
+
+    def _state(self, num_rows: int) -> _State:
+        return self._states.setdefault(num_rows, _State())
+
+
+def _faded(mean: float, value: float) -> float:
+    return value if mean == 0 else _FADE * mean + (1 - _FADE) * value
