@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OUTPACE_KERNELS", "stock")
 os.environ.setdefault("OUTPACE_PLANNER", "off")  # how much is drafted must not depend on the clock; tests of it say so
 
 import pytest

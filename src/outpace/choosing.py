@@ -196,7 +196,7 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
     draft_target.can_tree = found.can_tree
     if not found.is_exact and not is_quantized:
         _log.warning("The draft model is inexact over its cache (%s). Its drafts are worse for it.", found.reasons[0])
-    if draft is target.model or _origin(draft) == _origin(target.model):
+    if draft is target.original or _origin(draft) == _origin(target.original):
         _log.warning("The draft model is the target itself: exact, and no faster. Give a smaller model to gain time.")
     if width > 1 and not (target.can_tree and draft_target.can_tree):
         raise InputError(f"width={width} asks for trees, and one of the models can only take chains. Leave width at 1.")
@@ -222,7 +222,7 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
 
 def _self_drafter(target: Target, options: DraftOptions) -> ModelDrafter:
     """The target in int8 drafts for itself."""
-    draft = Target(quantized(target.model))
+    draft = Target(quantized(target.original))
     draft.can_tree = False
     drafter = ModelDrafter(draft, target.vocab_size, target.vocab_size, 1, options.confidence_threshold)
     drafter.name = "self"

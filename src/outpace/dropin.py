@@ -36,7 +36,7 @@ from .drafters.texts import TextStore
 from .engine import Engine
 from .errors import EngineError, InputError
 from .group import RowGroup, as_generate_gives, form_groups
-from .loading import PlannerName
+from .loading import KernelsName, PlannerName
 from .quantize import DraftQuantize
 from .sampling import SamplingParams
 from .session import Session, Stats
@@ -58,6 +58,7 @@ def accelerate(
     memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
     planner: PlannerName | None = None,
+    kernels: KernelsName | None = None,
     prefill_chunk: int = 512,
 ) -> Accelerated:
     """An object whose `generate` takes and gives what `model.generate` does, in fewer passes over the model.
@@ -87,6 +88,7 @@ def accelerate(
         memory=memory,
         lookahead=lookahead,
         planner=planner,
+        kernels=kernels,
         prefill_chunk=prefill_chunk,
         applies_generation_config=True,
     )
@@ -152,7 +154,7 @@ class Accelerated:
         """
         call = _Call(self, streamer=streamer, seed=seed)
         try:
-            model: Any = self.engine.target.model
+            model: Any = self.engine.target.original
             named = {"synced_gpus": synced_gpus, "assistant_model": assistant_model, "custom_generate": custom_generate}
             configs = (generation_config, getattr(model, "generation_config", None))
             for config in reversed([config for config in configs if config is not None]):
@@ -233,7 +235,7 @@ class _Call:
         **model_kwargs: Any,
     ) -> Any:
         engine = self.fast.engine
-        if not any(part is model for part in engine.target.model.modules()):
+        if not any(part is model for part in engine.target.original.modules()):
             raise InputError(
                 f"custom_generate was made for another model than this {type(model).__name__}. Call accelerate() with "
                 "the model whose generate you call."

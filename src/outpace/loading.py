@@ -27,6 +27,7 @@ from .quantize import DraftQuantize
 from .target import Target
 
 PlannerName = Literal["auto", "off"]
+KernelsName = Literal["auto", "stock"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 _log = logging.getLogger("outpace")
@@ -49,6 +50,7 @@ def load(
     lookahead: tuple[int, int, int] | None = None,
     acceptance: Acceptance = "coupled",
     planner: PlannerName | None = None,
+    kernels: KernelsName | None = None,
     prefill_chunk: int = 512,
     dtype: str = "auto",
     device: str | None = None,
@@ -70,8 +72,10 @@ def load(
     copy from, too, or a Memory of them; 0 forgets every request. lookahead: (window, n-gram, guesses).
     acceptance: see EngineOptions. planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much
     as pays, at most k tokens and nothing where plain decoding is faster; "off" always drafts k. The default is the
-    environment variable OUTPACE_PLANNER, else "auto". dtype: of models that are loaded here; "auto" is float32 on CPU
-    and as stored elsewhere. device: of models that are loaded here; by default a GPU where there is one.
+    environment variable OUTPACE_PLANNER, else "auto". kernels: "auto" decodes with linear layers made for few
+    tokens where they are faster on this machine (with the same parameters; the model is not changed), "stock" with
+    torch's own; the default is OUTPACE_KERNELS, else "auto". dtype: of models that are loaded here; "auto" is float32
+    on CPU and as stored elsewhere. device: of models that are loaded here; by default a GPU where there is one.
     applies_generation_config: the caller applies the model's generation config; else a warning names what it sets and
     SamplingParams replace.
 
@@ -92,14 +96,12 @@ def load(
     options = EngineOptions(k=DEFAULT_K if k is None else k, acceptance=acceptance, prefill_chunk=prefill_chunk)
     if len(parts) > 1 and acceptance != "coupled":
         raise InputError(f"A union of drafters needs acceptance='coupled', got {acceptance!r}. Name one drafter.")
-    if planner is None:
-        planner = os.environ.get("OUTPACE_PLANNER", "auto")  # type: ignore[assignment]
-    if planner not in get_args(PlannerName):
-        raise InputError(f"planner must be one of {', '.join(get_args(PlannerName))}, got {planner!r}.")
+    planner = _from_environment("planner", planner, get_args(PlannerName))
+    kernels = _from_environment("kernels", kernels, get_args(KernelsName))
     if dtype not in get_args(DtypeName):
         raise InputError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}.")
     target_model, tokenizer = load_model(model, tokenizer, dtype, device, progress)
-    target = Target(target_model)
+    target = profiling.prepared(target_model) if kernels == "auto" else Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
     if not applies_generation_config:
@@ -118,6 +120,15 @@ def load(
         options = replace(options, k=getattr(chosen, "num_nodes", most))
     plans = Planner(profiling.costs(target, options.k + 1, progress)) if is_planned else None
     return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options, plans)
+
+
+def _from_environment(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """The value, or that of the variable OUTPACE_<NAME>, or the first allowed one."""
+    if value is None:
+        value = os.environ.get(f"OUTPACE_{name.upper()}", allowed[0])
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+    return value
 
 
 def load_model(

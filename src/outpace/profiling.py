@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import platform
 import statistics
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 
-from . import models
+from . import fewrows, models
 from .costs import CostCurve
 from .target import Block, Target
 
@@ -22,23 +24,52 @@ _CONTEXT = 64  # tokens before the measured ones
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _FEW_SIZES = (1, 4, 8, 16, 32)  # where a pass is slow
 _SLOW = 0.1  # seconds of a pass of one token
-_NUM_REPEATS, _FEW_REPEATS = 5, 3
+_MOST_SECONDS = 3.0  # of a comparison of two kinds of layers
+_ALLOWED, _WANTED = 1.05, 0.9  # of the stock model's time, for 1 and for 8 tokens, that other layers may take
+_NUM_REPEATS, _FEW_REPEATS = 5, 2
 
 
 def costs(target: Target, most_nodes: int, progress: models.Progress | None = None) -> CostCurve:
     """The curve of one row, up to about `most_nodes` nodes: from the cache folder, or measured in a few seconds."""
     facts = _facts(target)
-    path = _path(facts)
-    found = CostCurve.load(path)
+    found = CostCurve.load(_path(facts))
     if found is not None and max(nodes for _, nodes in found.cells) >= most_nodes:
         return found
-    once = min(_seconds(target, 1, 1) for _ in range(2))
-    sizes, repeats = (_SIZES, _NUM_REPEATS) if once < _SLOW else (_FEW_SIZES, _FEW_REPEATS)
+    sizes, repeats = (_SIZES, _NUM_REPEATS) if _is_quick(target) else (_FEW_SIZES, _FEW_REPEATS)
     last = next((size for size in sizes if size >= most_nodes), sizes[-1])
     found = CostCurve(measure(target, [(1, size) for size in sizes if size <= last], repeats, progress))
-    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        found.save(path, facts)
+    _save(found, facts)
     return found
+
+
+def prepared(model: nn.Module) -> Target:
+    """A model to decode: its twin with faster linear layers, if that is faster here, or the model itself.
+
+    The decision is kept in the cache folder, as part of the twin's curve.
+    """
+    stock = Target(model)
+    twin = fewrows.twin(model)
+    if twin is None:
+        return stock
+    fast = Target(twin, model)
+    facts = _facts(fast)
+    if CostCurve.load(_path(facts)) is not None:
+        return fast
+    benches, sizes = [_Bench(fast, 1), _Bench(stock, 1)], (1, 8)
+    best = [[math.inf, math.inf], [math.inf, math.inf]]
+    end = time.perf_counter() + _MOST_SECONDS
+    for turn in range(_NUM_REPEATS + 1):
+        for bench, times in zip(benches, best, strict=True):  # both take turns; what disturbs them only adds time
+            for place, nodes in enumerate(sizes):
+                seconds = bench.seconds(nodes)
+                times[place] = min(times[place], seconds if turn > 0 else math.inf)
+        if time.perf_counter() > end and turn > 0:
+            break
+    (ours, ours_8), (theirs, theirs_8) = best
+    if ours > _ALLOWED * theirs or ours_8 > _WANTED * theirs_8:
+        return stock
+    _save(CostCurve({(1, 1): ours, (1, 8): ours_8}), facts)
+    return fast
 
 
 def measure(
@@ -46,31 +77,47 @@ def measure(
 ) -> dict[tuple[int, int], float]:
     """(rows, nodes per row) -> median seconds of a pass. All sizes take turns, after a round that does not count."""
     times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
+    benches = {rows: _Bench(target, rows) for rows in {rows for rows, _ in sizes}}
     for repeat in range(repeats + 1):
         for index, (rows, nodes) in enumerate(sizes):
             if progress is not None:
                 progress("Measuring what a pass costs", repeat * len(sizes) + index, (repeats + 1) * len(sizes))
-            seconds = _seconds(target, rows, nodes)
+            seconds = benches[rows].seconds(nodes)
             if repeat > 0:
                 times[rows, nodes].append(seconds)
     return {size: statistics.median(found) for size, found in times.items()}
 
 
-def _seconds(target: Target, num_rows: int, num_nodes: int) -> float:
-    """One pass over rows of a short context: a tree of `num_nodes` where the target takes trees, else a chain."""
-    cache = target.new_cache()
-    rows = [cache.add_row() for _ in range(num_rows)]
-    ids = [(7919 * place + 13) % target.vocab_size for place in range(max(_CONTEXT, num_nodes))]
-    for row in rows:
-        target.forward(cache, [Block.chain(row, ids[:_CONTEXT])])
-        cache.keep(row, range(_CONTEXT))
-    parents = tuple((node - 1) // 2 if target.can_tree else node - 1 for node in range(num_nodes))
-    blocks = [Block(row, tuple(ids[:num_nodes]), (-1, *parents[1:]), num_logits=num_nodes) for row in rows]
-    _wait(target)
-    begin = time.perf_counter()
-    target.forward(cache, blocks)
-    _wait(target)
-    return time.perf_counter() - begin
+class _Bench:
+    """Rows of a short context, behind which passes are timed."""
+
+    def __init__(self, target: Target, num_rows: int) -> None:
+        self._target, self._cache = target, target.new_cache()
+        self._rows = [self._cache.add_row() for _ in range(num_rows)]
+        for row in self._rows:
+            target.forward(self._cache, [Block.chain(row, self._ids(_CONTEXT))])
+            self._cache.keep(row, range(_CONTEXT))
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple((7919 * place + 13) % self._target.vocab_size for place in range(count))
+
+    def seconds(self, num_nodes: int) -> float:
+        """One pass: a tree where the target takes trees, else a chain. Nothing of it is kept."""
+        parents = [(node - 1) // 2 if self._target.can_tree else node - 1 for node in range(1, num_nodes)]
+        blocks = [Block(row, self._ids(num_nodes), (-1, *parents), num_logits=num_nodes) for row in self._rows]
+        _wait(self._target)
+        begin = time.perf_counter()
+        self._target.forward(self._cache, blocks)
+        _wait(self._target)
+        seconds = time.perf_counter() - begin
+        for row in self._rows:
+            self._cache.keep(row, [])
+        return seconds
+
+
+def _is_quick(target: Target) -> bool:
+    bench = _Bench(target, 1)
+    return min(bench.seconds(1) for _ in range(2)) < _SLOW
 
 
 def _wait(target: Target) -> None:
@@ -96,6 +143,11 @@ def _facts(target: Target) -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _save(curve: CostCurve, facts: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+        curve.save(_path(facts), facts)
 
 
 def _path(facts: dict[str, str]) -> Path:

@@ -69,7 +69,7 @@ def faster(target: Target) -> Target | None:
     if target.device.type != "cpu":
         return None
     try:
-        small = Target(quantized(target.model))
+        small = Target(quantized(target.original))
         _seconds(small), _seconds(target)  # warm-up
         turns = [(_seconds(small), _seconds(target)) for _ in range(_NUM_TIMED)]
     except Exception as error:  # kernels that are not there, a model that is quantised already

@@ -45,6 +45,7 @@ class Requests:
                 f"than the {limit} positions of this model. Set max_new_tokens to {max(0, limit - len(tokens))} or "
                 "less, or shorten the prompt."
             )
+        self.target.check_unchanged()
         self.target.check_span(len(tokens), params.max_new_tokens)
         bad = [token for token in (*params.logit_bias, *params.stop_token_ids) if token >= self.target.vocab_size]
         if bad:

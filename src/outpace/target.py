@@ -64,9 +64,10 @@ class Target:
     can_tree: tree-shaped and ragged blocks may be given (else chains, one row a pass); cleared when a probe finds
     them wrong. tree_obstacle: why they cannot even be tried.
     max_positions: the number of positions the model was built for, or None when it states none.
+    model: what is called. original: the user's model, where `model` is a twin with the same parameters.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, original: nn.Module | None = None) -> None:
         config: Any = getattr(model, "config", None)
         if config is None or not callable(getattr(model, "get_input_embeddings", None)):
             raise LoadError(
@@ -100,6 +101,8 @@ class Target:
         if model.training:
             raise LoadError("The model is in training mode: dropout would change its text. Call model.eval() first.")
         self.model = model
+        self.original = model if original is None else original
+        self._parts = _parts(self.original)
         self.config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         output = getattr(model, "get_output_embeddings", lambda: None)()
         self.vocab_size = int(getattr(output, "out_features", None) or self.config.vocab_size)
@@ -112,6 +115,14 @@ class Target:
         self.can_tree = self.tree_obstacle is None
         self.can_copy = self.new_cache().can_copy
         self.switch_position, self._grows = _switch(self.config)
+
+    def check_unchanged(self) -> None:
+        """Raises EngineError where layers of the user's model were replaced since, which its twin would not have."""
+        if self.model is not self.original and _parts(self.original) != self._parts:
+            raise EngineError(
+                "Layers of the model were replaced or added after it was loaded (an adapter?), which would be ignored. "
+                "Load it again."
+            )
 
     def check_span(self, num_prompt: int, num_new: int) -> None:
         """Raises InputError for a text whose scores would depend on how its tokens are grouped into forwards.
@@ -202,7 +213,7 @@ class Target:
         assert is_plain or self.can_tree, "only chains may reach a model without tree masks"
         num_logits = max(1, num_nodes - min(block.num_new - block.num_logits for block in blocks))
         query_positions = torch.tensor(positions, device=self.device)
-        if self.model.training:
+        if self.model.training or self.original.training:
             raise EngineError("The model was put into training mode: dropout changes its text. Call model.eval().")
         if not is_plain and not masks.can_mask_trees(self._implementation):
             raise EngineError(
@@ -251,6 +262,10 @@ class Target:
                 keys[row, start + padding] = start
         device = query_positions.device
         return masks.Layout(query_positions, keys.to(device), visible.to(device))
+
+
+def _parts(model: nn.Module) -> list[int]:
+    return [id(part) for part in (*model.modules(), *model.parameters())]
 
 
 def _switch(config: Any) -> tuple[int | None, bool]:
