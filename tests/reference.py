@@ -93,6 +93,14 @@ METHODS: dict[str, Callable[[str, Sequence[Tokens]], dict[str, Any]]] = {
     "none": lambda family, texts: {"drafter": "none"},
     "suffix": lambda family, texts: {"drafter": "suffix"},
     "lookup": lambda family, texts: {"drafter": "lookup"},
+    "recycle": lambda family, texts: {"drafter": "recycle"},
+    "union": lambda family, texts: {"drafter": "suffix+recycle"},
+    "jacobi": lambda family, texts: {"drafter": "jacobi"},
+    "lookahead": lambda family, texts: (
+        {"drafter": "lookahead", "lookahead": (4, 3, 4)} if family in TREE_FAMILIES else {"drafter": "jacobi"}
+    ),
+    "self": lambda family, texts: {"drafter": "self"},
+    "early-exit": lambda family, texts: {"drafter": "self" if family in STATE_FAMILIES else "early-exit"},
     "itself": lambda family, texts: {"draft_model": itself(family)},
     "sure": lambda family, texts: {"drafter": sure(family)},
     "noisy": lambda family, texts: {"draft_model": noisy(family)},
@@ -106,6 +114,8 @@ METHODS: dict[str, Callable[[str, Sequence[Tokens]], dict[str, Any]]] = {
     "empty": lambda family, texts: {"drafter": drafters.empty()},
 }
 DRAFTING = tuple(name for name in METHODS if name not in ("none", "empty"))
+# What these find depends on the text: they may draft nothing.
+COPYING = ("suffix", "lookup", "recycle", "union")
 
 
 def engine(family: str, method: str, texts: Sequence[Tokens] = (), **options: Any) -> outpace.Engine:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from outpace import SamplingParams, accelerate, load
+from outpace.fewrows import FewRowsLinear, twin
 from outpace.models import resolve
 
 pytestmark = pytest.mark.real
@@ -79,3 +80,34 @@ def test_every_drafter_gives_the_plain_text(real: tuple[Any, Any], drafter: str)
         num_accepted += result.stats.num_accepted_tokens
     if drafter in ("suffix", "suffix+recycle", "self"):
         assert num_accepted >= 10
+
+
+def test_a_copy_takes_a_third_of_the_passes(real: tuple[Any, Any]) -> None:
+    """T-M4: prompt lookup on a text that the model repeats."""
+    model, tokenizer = real
+    engine = load(model, tokenizer=tokenizer, drafter="lookup", k=16)
+    line = (
+        "The red fox, the old owl and the small mouse went to the market to buy bread, cheese and a bottle of milk.\n"
+    )
+    result = engine.generate(line * 3, SamplingParams(max_new_tokens=64))
+    assert result.tokens == engine.without_drafts().generate(line * 3, SamplingParams(max_new_tokens=64)).tokens
+    assert result.text.startswith(line.strip()) and result.stats.num_verifications <= 64 / 3
+
+
+def test_layers_for_few_rows_give_the_text_of_the_stock_model(real: tuple[Any, Any]) -> None:
+    """The same parameters, other kernels: greedy text of transformers, with drafts and without; the model unchanged."""
+    model, tokenizer = real
+    other = twin(model)
+    if other is None:
+        pytest.skip("there is no compiler, or no OpenMP, for the kernel")
+    assert {name: id(p) for name, p in other.named_parameters()} == {
+        name: id(p) for name, p in model.named_parameters()
+    }
+    assert type(model.lm_head) is torch.nn.Linear and type(other.lm_head) is FewRowsLinear
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": QUESTIONS[2]}], add_generation_prompt=True)
+    ids = list(ids["input_ids"] if not isinstance(ids, list) else ids)
+    inputs = torch.tensor([ids])
+    wanted = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=48, do_sample=False)
+    for drafter in ("none", "suffix+recycle"):
+        result = load(other, tokenizer=tokenizer, drafter=drafter).generate(ids, SamplingParams(max_new_tokens=48))
+        assert result.tokens == wanted[0, len(ids) :].tolist()

@@ -88,7 +88,7 @@ class DraftOptions:
 def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
     """The sources that `drafter` asks for, checked against the options; "auto" is still to be decided."""
     if drafter is None:
-        drafter = "suffix" if options.draft_model is None else "model"
+        drafter = "auto" if options.draft_model is None else "model"
     parts: Sequence[Any]
     if isinstance(drafter, str):
         parts = drafter.split("+")
@@ -106,10 +106,12 @@ def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
             )
     if len(parts) != len(set(map(str, parts))) or (len(parts) > 1 and {"none", "auto"} & set(map(str, parts))):
         raise InputError(f"drafter={drafter!r} names one twice, or joins none or auto with others.")
-    is_auto = "auto" in parts
+    named = {part for part in parts if isinstance(part, str)}
+    if "auto" in named:
+        named |= {"suffix", *(["model"] if options.draft_model is not None else [])}
     for option, users in _USERS.items():
         value, default = getattr(options, option), getattr(DraftOptions(), option)
-        if value != default and not is_auto and not set(users) & {part for part in parts if isinstance(part, str)}:
+        if value != default and not set(users) & named:
             raise InputError(
                 f"{option}{_seen(value)} was given, and drafter={drafter!r} would not use it ({users[0]} would). "
                 "Leave one of them out."

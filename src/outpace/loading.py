@@ -62,22 +62,27 @@ def load(
     model: a folder, a .gguf file, a hub id, a transformers model (used as it is), or None for the default model.
     tokenizer: for a model object; without one the engine takes and gives token ids only.
     drafter: a name of `choosing.DRAFTERS`, several joined by "+", an object with the Drafter protocol, or a list of
-    these; several give one tree. "auto" is the best union that the model allows. By default "model" when draft_model is
-    given, else "suffix". draft_model: as `model`. vocabularies: how the tokens of target and draft model meet: "equal"
-    ids, "shared" tokens under different ids, or "text", which suits any two tokenizers. draft_quantize: "int8" weights
-    for the draft model, "none", or "auto": int8 where that is measured to be faster. k: most drafted tokens per
-    round; by default what the drafter wants, or 32 that the planner chooses from. width: branches of a draft model's
-    tree. confidence_threshold: a draft model goes no deeper where a path is accepted with less than this probability.
-    corpus: a file or folder of text to copy drafts from, or a TextStore. memory: how many tokens of earlier outputs to
-    copy from, too, or a Memory of them; 0 forgets every request. lookahead: (window, n-gram, guesses).
-    acceptance: see EngineOptions. planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much
-    as pays, at most k tokens and nothing where plain decoding is faster; "off" always drafts k. The default is the
-    environment variable OUTPACE_PLANNER, else "auto". kernels: "auto" decodes with linear layers made for few
-    tokens where they are faster on this machine (with the same parameters; the model is not changed), "stock" with
-    torch's own; the default is OUTPACE_KERNELS, else "auto". dtype: of models that are loaded here; "auto" is float32
-    on CPU and as stored elsewhere. device: of models that are loaded here; by default a GPU where there is one.
+        these; several give one tree. "auto" is the best union that the model allows. By default "model" when
+        draft_model is given, else "auto" ("suffix" where acceptance is not "coupled").
+    draft_model: as `model`. draft_tokenizer: as `tokenizer`.
+    vocabularies: how the tokens of target and draft model meet: "equal" ids, "shared" tokens under different ids, or
+        "text", which suits any two tokenizers.
+    draft_quantize: "int8" weights for the draft model, "none", or "auto": int8 where that is measured to be faster.
+    k: most drafted tokens per round; by default what the drafter wants, or 32 that the planner chooses from.
+    width: branches of a draft model's tree. confidence_threshold: a draft model goes no deeper where a path is
+        accepted with less than this probability.
+    corpus: a file or folder of text to copy drafts from, or a TextStore.
+    memory: how many tokens of earlier outputs to copy from, too, or a Memory of them; 0 forgets every request.
+    lookahead: (window, n-gram, guesses).
+    acceptance, prefill_chunk: see EngineOptions.
+    planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much as pays, at most k tokens and
+        nothing where plain decoding is faster; "off" always drafts k. By default OUTPACE_PLANNER, else "auto".
+    kernels: "auto" decodes with linear layers made for few tokens where they are faster on this machine (with the same
+        parameters; the model is not changed), "stock" with torch's own. By default OUTPACE_KERNELS, else "auto".
+    dtype, device: of models that are loaded here; "auto" is float32 on CPU and as stored elsewhere; by default a GPU
+        where there is one.
     applies_generation_config: the caller applies the model's generation config; else a warning names what it sets and
-    SamplingParams replace.
+        SamplingParams replace.
 
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
@@ -92,6 +97,8 @@ def load(
         memory=memory,
         lookahead=lookahead,
     )
+    if drafter is None and draft_model is None and acceptance != "coupled":
+        drafter = "suffix"  # ratio tests take one drafter
     parts = names_of(drafter, draft_options)
     options = EngineOptions(k=DEFAULT_K if k is None else k, acceptance=acceptance, prefill_chunk=prefill_chunk)
     if len(parts) > 1 and acceptance != "coupled":

@@ -9,7 +9,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,29 +32,27 @@ _NUM_REPEATS, _FEW_REPEATS = 5, 2
 
 def costs(target: Target, most_nodes: int, progress: models.Progress | None = None) -> CostCurve:
     """The curve of one row, up to about `most_nodes` nodes: from the cache folder, or measured in a few seconds."""
-    facts = _facts(target)
-    found = CostCurve.load(_path(facts))
+    found = CostCurve.load(_path(target))
     if found is not None and max(nodes for _, nodes in found.cells) >= most_nodes:
         return found
     sizes, repeats = (_SIZES, _NUM_REPEATS) if _is_quick(target) else (_FEW_SIZES, _FEW_REPEATS)
     last = next((size for size in sizes if size >= most_nodes), sizes[-1])
     found = CostCurve(measure(target, [(1, size) for size in sizes if size <= last], repeats, progress))
-    _save(found, facts)
+    keep(target, found)
     return found
 
 
-def prepared(model: nn.Module) -> Target:
+def prepared(model: nn.Module, is_fresh: bool = False) -> Target:
     """A model to decode: its twin with faster linear layers, if that is faster here, or the model itself.
 
-    The decision is kept in the cache folder, as part of the twin's curve.
+    The decision is kept in the cache folder, as part of the twin's curve. is_fresh: decide anew.
     """
     stock = Target(model)
     twin = fewrows.twin(model)
     if twin is None:
         return stock
     fast = Target(twin, model)
-    facts = _facts(fast)
-    if CostCurve.load(_path(facts)) is not None:
+    if not is_fresh and CostCurve.load(_path(fast)) is not None:
         return fast
     benches, sizes = [_Bench(fast, 1), _Bench(stock, 1)], (1, 8)
     best = [[math.inf, math.inf], [math.inf, math.inf]]
@@ -68,7 +67,7 @@ def prepared(model: nn.Module) -> Target:
     (ours, ours_8), (theirs, theirs_8) = best
     if ours > _ALLOWED * theirs or ours_8 > _WANTED * theirs_8:
         return stock
-    _save(CostCurve({(1, 1): ours, (1, 8): ours_8}), facts)
+    keep(fast, CostCurve({(1, 1): ours, (1, 8): ours_8}))
     return fast
 
 
@@ -125,8 +124,8 @@ def _wait(target: Target) -> None:
         torch.cuda.synchronize(target.device)
 
 
-def _facts(target: Target) -> dict[str, str]:
-    """Everything that the curve depends on."""
+def facts(target: Target) -> dict[str, str]:
+    """Everything that a curve depends on."""
     device = target.device
     config = target.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):
@@ -145,11 +144,60 @@ def _facts(target: Target) -> dict[str, str]:
     }
 
 
-def _save(curve: CostCurve, facts: dict[str, str]) -> None:
+def keep(target: Target, curve: CostCurve) -> None:
+    """Write the curve of a target to the cache folder."""
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        curve.save(_path(facts), facts)
+        curve.save(_path(target), facts(target))
 
 
-def _path(facts: dict[str, str]) -> Path:
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+def _path(target: Target) -> Path:
+    name = hashlib.sha256(json.dumps(facts(target), sort_keys=True).encode()).hexdigest()[:16]
     return models.cache_root() / "costs" / f"{name}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What no pass can be faster than. num_bytes: of weights that every pass reads; num_weights: that every token is
+    multiplied with; bandwidth: bytes per second; rate: floating-point operations per second."""
+
+    num_bytes: int
+    num_weights: int
+    bandwidth: float
+    rate: float
+
+    @property
+    def memory(self) -> float:
+        """Seconds to read all weights once."""
+        return self.num_bytes / self.bandwidth
+
+    def compute(self, num_tokens: int) -> float:
+        """Seconds to multiply that many tokens with all weights."""
+        return 2 * self.num_weights * num_tokens / self.rate
+
+
+def floors(target: Target) -> Floors:
+    """Counts a model's matrices (of a mixture of experts, all), and measures the machine in under a second."""
+    embedding = target.original.get_input_embeddings()  # type: ignore[operator]
+    output = getattr(target.original, "get_output_embeddings", lambda: None)()
+    is_tied = output is not None and output.weight is embedding.weight
+    unread = None if is_tied else embedding.weight
+    weights = [weight for weight in target.original.parameters() if weight.ndim > 1 and weight is not unread]
+    device, dtype = target.device, target.dtype
+    long = torch.ones(1 << 26, device=device, dtype=dtype)
+    square = torch.ones(1024, 1024, device=device, dtype=dtype)
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    reading, multiplying = _best(target, lambda: long.sum()), _best(target, lambda: square @ square)
+    bandwidth = long.numel() * long.element_size() / reading
+    return Floors(num_bytes, sum(weight.numel() for weight in weights), bandwidth, 2 * 1024**3 / multiplying)
+
+
+def _best(target: Target, work: Callable[[], object]) -> float:
+    """The least seconds of a few runs."""
+    found = math.inf
+    for _ in range(5):
+        _wait(target)
+        begin = time.perf_counter()
+        work()
+        _wait(target)
+        found = min(found, time.perf_counter() - begin)
+    return found

@@ -11,6 +11,7 @@ import typer
 from ..errors import OutpaceError
 from .doctor import doctor
 from .generate import generate
+from .profile import profile
 from .verify import verify
 
 app = typer.Typer(
@@ -23,7 +24,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(verify)
 app.command()(doctor)
-_COMMANDS = ("generate", "verify", "doctor")
+app.command()(profile)
+_COMMANDS = ("generate", "verify", "doctor", "profile")
 
 
 @app.callback(invoke_without_command=True)

@@ -35,8 +35,8 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help=f"Who guesses. {_DRAFTER_HELP}. auto: the best that the model allows. Join several with +, as in "
-        "suffix+recycle. [default: suffix, or model]",
+        help=f"Who guesses. {_DRAFTER_HELP}. auto: the best union that the model allows. Join several with +, as in "
+        "suffix+recycle. [default: auto, or model]",
     ),
 ]
 K = Annotated[int | None, typer.Option("--k", help="Most drafted tokens per pass. [default: what the drafter wants]")]
