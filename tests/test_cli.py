@@ -26,11 +26,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import transformers
 import typer
 
 import outpace
-from outpace import audit, models
+from outpace import audit, models, tuning
 from outpace.cli import app, main
 from outpace.drafters.suffix import SuffixDrafter
 from outpace.prompts import BUILT_IN, read_prompts
@@ -237,14 +238,14 @@ def test_a_prompt_is_read_from_stdin(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", 0.8, "--top-p", 0.9, "--top-k", 40, "--seed", 5)])
 def test_json_is_one_object_with_the_result_and_its_stats(
-    sampling: tuple[object, ...], folders: dict[str, Path], engine: outpace.Engine
+    sampling: tuple[object, ...], folders: dict[str, Path]
 ) -> None:
     """--json puts nothing but one object on stdout, and it says what the library's result says."""
     found = run("generate", PROMPT, "-m", folders["target"], "-n", 24, "--json", *sampling)
     params = SamplingParams(max_new_tokens=24)
     if sampling:
         params = dataclasses.replace(params, temperature=0.8, top_p=0.9, top_k=40, seed=5)
-    expected = engine.generate(CHAT, params)
+    expected = outpace.load(folders["target"]).generate(CHAT, params)  # which remembers nothing yet, as the command
     report = read(found)
     assert found.code == 0 and found.err.strip() == "" and list(report) == ["outpace"]
     result = report["outpace"]
@@ -471,7 +472,7 @@ BAD_VALUES: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
     (("--k", 10**6), ("k must be", "1000000", "4096")),
     (("--k", "abc"), ("--k",)),
     (("--k", "1.5"), ("--k",)),
-    (("--width", 3), ("width=3", "suffix")),
+    (("--width", 3), ("width=3", "auto")),
     (("--width", 3, "--drafter", "none"), ("width=3", "none")),
     (("--width", 0), ("width must be", "0")),
     (("--temperature", -1), ("temperature must be", "-1")),
@@ -887,6 +888,56 @@ def test_doctor_without_any_model_says_how_to_get_one(monkeypatch: pytest.Monkey
 
 
 # --------------------------------------------------------------------------------------------------
+# Profile and tune
+
+
+def test_profile_measures_draws_and_keeps_what_a_pass_costs(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTPACE_CACHE", str(tmp_path))
+        options = ("profile", folders["target"], "--nodes", "1,4,9", "--rows", "1,2", "--repeats", "2")
+        report = read(run(*options, "--json"))
+        assert [(row["rows"], row["nodes"]) for row in report["passes"]] == [(b, n) for b in (1, 2) for n in (1, 4, 9)]
+        assert all(row["seconds"] > 0 and row["memory"] > 0 and row["compute"] > 0 for row in report["passes"])
+        assert report["floors"]["bytes"] > 0 and report["facts"]["threads"] == str(torch.get_num_threads())
+        found = run(*options)
+        assert found.code == 0 and found.out.count("█") > 6 and "memory floor" in found.out
+        (file,) = (tmp_path / "costs").glob("*.json")
+        assert len(json.loads(file.read_text())["cells"]) == 6
+    assert_refused(run("profile", folders["target"], "--nodes", "1,x"), "--nodes", "'1,x'")
+
+
+def test_tune_ranks_the_drafters_and_its_profile_is_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Every drafter of the model is tried on the user's prompts; what it wrote, generate takes."""
+    prompts, file = tmp_path / "prompts.txt", tmp_path / "folder" / "profile.json"
+    prompts.write_text("the cat sat on the mat the cat sat\none two three one two three\n", encoding="utf-8")
+    options = ("--prompts", prompts, "--draft-model", folders["noisy"], "-n", "16", "--out", file)
+    report = read(run("tune", folders["target"], *options, "--json"))
+    names = {trial["name"] for trial in report["trials"]}
+    assert {"suffix", "recycle", "suffix+recycle", "lookahead", "self", "early-exit", "model"} <= names
+    assert all(trial["is_identical"] and (trial["speed"] > 0 or trial["refusal"]) for trial in report["trials"])
+    speeds = [trial["speed"] for trial in report["trials"]]
+    assert speeds == sorted(speeds, reverse=True)
+    is_worth_it = speeds[0] >= 1.03
+    assert report["best"] == (report["trials"][0]["name"] if is_worth_it else "none")
+    settings = json.loads(file.read_text())["settings"]
+    assert settings["drafter"] == report["best"]
+    result = read(run("generate", PROMPT, "-m", folders["target"], "--profile", file, "-n", 8, "--json"))["outpace"]
+    assert result["stats"]["drafter"] == report["best"]
+    found = run("tune", folders["target"], *options)
+    assert found.code == 0 and "tokens per pass" in found.out and str(file) in found.talk
+    assert_refused(run("generate", PROMPT, "--profile", file, "--drafter", "suffix"), "profile names a drafter")
+    file.write_text("{}", encoding="utf-8")
+    assert_refused(run("generate", PROMPT, "--profile", file), "cannot be read", "outpace tune")
+
+
+def test_tune_says_when_nothing_pays(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "MARGIN", 1e9)
+    found = run("tune", folders["target"], "-n", "8", "--limit", "1", "--out", tmp_path / "p.json")
+    assert found.code == 0 and "Do not speculate" in found.talk
+    assert json.loads((tmp_path / "p.json").read_text())["settings"] == {"drafter": "none"}
+
+
+# --------------------------------------------------------------------------------------------------
 # Help
 
 
@@ -918,7 +969,7 @@ def test_the_help_page_is_the_one_that_was_agreed_on(name: str) -> None:
 def test_the_help_pages_have_every_option_and_every_command() -> None:
     """Whatever lays the page out: all commands and options are on it, and every option has every word of its help."""
     commands = _commands()
-    assert sorted(commands) == ["", "doctor", "generate", "verify"]
+    assert sorted(commands) == ["", "doctor", "generate", "profile", "tune", "verify"]
     for name, command in commands.items():
         words = set(_words(run(*([name] if name else []), "--help").out).split())
         assert set(command.help.split()) <= words
@@ -947,6 +998,6 @@ def test_defaults_are_those_of_the_library() -> None:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_new_tokens")
     assert {name: generate[name].default for name in names} == {name: fields[name] for name in names}
     for command in parameters.values():
-        for name in ("drafter", "draft_model", "k", "width", "acceptance", "dtype", "device"):
+        for name in ("drafter", "draft_model", "k", "width", "acceptance", "dtype", "device", "profile"):
             if name in command:
                 assert command[name].default == load[name].default, name

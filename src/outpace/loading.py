@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def load(
     acceptance: Acceptance = "coupled",
     planner: PlannerName | None = None,
     kernels: KernelsName | None = None,
+    profile: str | Path | None = None,
     prefill_chunk: int = 512,
     dtype: str = "auto",
     device: str | None = None,
@@ -79,6 +81,7 @@ def load(
         nothing where plain decoding is faster; "off" always drafts k. By default OUTPACE_PLANNER, else "auto".
     kernels: "auto" decodes with linear layers made for few tokens where they are faster on this machine (with the same
         parameters; the model is not changed), "stock" with torch's own. By default OUTPACE_KERNELS, else "auto".
+    profile: a file that `outpace tune` wrote, which names the drafter, in place of naming one here.
     dtype, device: of models that are loaded here; "auto" is float32 on CPU and as stored elsewhere; by default a GPU
         where there is one.
     applies_generation_config: the caller applies the model's generation config; else a warning names what it sets and
@@ -86,6 +89,11 @@ def load(
 
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
+    if profile is not None:
+        if drafter is not None or draft_model is not None:
+            raise InputError("profile names a drafter, and so do drafter and draft_model. Leave one of them out.")
+        settings = read_profile(profile)
+        drafter, draft_model = settings.get("drafter"), settings.get("draft_model")
     draft_options = DraftOptions(
         draft_model=draft_model,
         draft_tokenizer=draft_tokenizer,
@@ -136,6 +144,18 @@ def _from_environment(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
         raise InputError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
     return value
+
+
+def read_profile(path: str | Path) -> dict[str, Any]:
+    """The arguments of `load` in a profile. Raises LoadError for another kind of file."""
+    try:
+        data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        settings = data["settings"] if data["format"] == "outpace-profile" else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"The profile {str(path)!r} cannot be read: {error!r}. Write one with outpace tune.") from error
+    if not isinstance(settings, dict) or not set(settings) <= {"drafter", "draft_model"}:
+        raise LoadError(f"{str(path)!r} is no profile of outpace. Write one with outpace tune.")
+    return settings
 
 
 def load_model(

@@ -12,6 +12,7 @@ from ..errors import OutpaceError
 from .doctor import doctor
 from .generate import generate
 from .profile import profile
+from .tune import tune
 from .verify import verify
 
 app = typer.Typer(
@@ -25,7 +26,8 @@ app.command()(generate)
 app.command()(verify)
 app.command()(doctor)
 app.command()(profile)
-_COMMANDS = ("generate", "verify", "doctor", "profile")
+app.command()(tune)
+_COMMANDS = ("generate", "verify", "doctor", "profile", "tune")
 
 
 @app.callback(invoke_without_command=True)

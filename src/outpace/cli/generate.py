@@ -47,6 +47,9 @@ def generate(
     model: Model = None,
     draft_model: DraftModel = None,
     drafter: DrafterOption = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A file that outpace tune wrote; names the drafter in place of --drafter.")
+    ] = None,
     k: K = None,
     width: Width = 1,
     confidence_threshold: ConfidenceThreshold = DEFAULT_CONFIDENCE_THRESHOLD,
@@ -103,6 +106,7 @@ def generate(
         model,
         draft_model=draft_model,
         drafter=drafter,
+        profile=profile,
         k=k,
         width=width,
         confidence_threshold=confidence_threshold,

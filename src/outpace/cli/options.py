@@ -16,7 +16,9 @@ from ..choosing import DRAFTERS, Vocabularies
 from ..engine import Engine
 from ..loading import DtypeName, PlannerName, load
 from ..models import progress_bar
+from ..prompts import NamedPrompt
 from ..quantize import DraftQuantize
+from ..request import Prompt
 
 talk = Console(stderr=True, highlight=False)
 
@@ -120,6 +122,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def usable(engine: Engine, prompt: NamedPrompt) -> Prompt:
+    """A prompt of a file; chats for models without a template become their last message's text."""
+    if isinstance(prompt.prompt, str) or engine.tokenizer.chat_template:
+        return prompt.prompt
+    return prompt.prompt[-1]["content"]
 
 
 def as_prompt(engine: Engine, text: str, chat: bool | None, system: str | None) -> Any:

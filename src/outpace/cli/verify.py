@@ -16,7 +16,6 @@ from .. import audit
 from ..drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from ..engine import Engine
 from ..prompts import BUILT_IN, NamedPrompt, read_prompts
-from ..request import Prompt
 from ..sampling import SamplingParams
 from .options import (
     ConfidenceThreshold,
@@ -34,6 +33,7 @@ from .options import (
     load_engine,
     talk,
     to_json,
+    usable,
 )
 
 
@@ -96,7 +96,7 @@ def verify(
         task = bar.add_task("verifying", total=len(chosen) * len(settings))
         for prompt in chosen:
             for name, params in settings:
-                comparison = audit.compare(engine, _as_prompt(engine, prompt), params, rounding)
+                comparison = audit.compare(engine, usable(engine, prompt), params, rounding)
                 kept.append(_row(prompt.name, name, comparison))
                 bar.advance(task)
     num_bugs = sum(row["verdict"] == "bug" for row in kept)
@@ -108,17 +108,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def _as_prompt(engine: Engine, prompt: NamedPrompt) -> Prompt:
-    """Chats for models without a template become their last message's text."""
-    if isinstance(prompt.prompt, str) or engine.tokenizer.chat_template:
-        return prompt.prompt
-    return prompt.prompt[-1]["content"]
-
-
 def _measure(engine: Engine, prompt: NamedPrompt, max_new_tokens: int) -> float:
     """The block rounding error on text that this model writes itself, and on the prompt where that is shorter."""
     params = SamplingParams(max_new_tokens=min(33, max_new_tokens))
-    plain = engine.without_drafts().generate(_as_prompt(engine, prompt), params)
+    plain = engine.without_drafts().generate(usable(engine, prompt), params)
     return audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens)
 
 
