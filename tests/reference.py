@@ -100,7 +100,9 @@ METHODS: dict[str, Callable[[str, Sequence[Tokens]], dict[str, Any]]] = {
         {"drafter": "lookahead", "lookahead": (4, 3, 4)} if family in TREE_FAMILIES else {"drafter": "jacobi"}
     ),
     "self": lambda family, texts: {"drafter": "self"},
-    "early-exit": lambda family, texts: {"drafter": "self" if family in STATE_FAMILIES else "early-exit"},
+    "early-exit": lambda family, texts: {
+        "drafter": "early-exit" if family in ("llama", "mistral", "qwen3", "gemma3") else "self"
+    },
     "itself": lambda family, texts: {"draft_model": itself(family)},
     "sure": lambda family, texts: {"drafter": sure(family)},
     "noisy": lambda family, texts: {"draft_model": noisy(family)},

@@ -319,7 +319,8 @@ def test_the_counts_of_a_request_add_up(method: str, acceptance: Any) -> None:
         result = found.generate(list(MIXED), params(30, temperature=temperature, seed=5))
         assert_counts_add_up(result.stats)
         assert result.stats.num_new_tokens == len(result.tokens) == 30
-        assert result.stats.num_verifications + result.stats.num_prefill_passes == passes.count
+        if method != "early-exit":  # which runs layers of the target itself
+            assert result.stats.num_verifications + result.stats.num_prefill_passes == passes.count
         assert (result.stats.acceptance, result.stats.num_prompt_tokens) == (acceptance, 30)
         assert result.stats.is_lossless == (acceptance != "typical" or temperature == 0)
         assert result.stats.num_draft_failures == 0

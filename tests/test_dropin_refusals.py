@@ -335,7 +335,7 @@ def test_auto_takes_the_draft_model_where_there_is_one() -> None:
         found = accelerated.generate(**batch(MIXED), **PLAIN)
         assert found.tolist() == plain(model("llama"), batch(MIXED), {}).tolist()
         names.append(accelerated.last_stats[0].drafter)
-    assert names == ["suffix", "model", "model", "none"]
+    assert names == ["suffix+recycle", "model", "model", "none"]
 
 
 _SMALL = {"d_model": 32, "vocab_size": 64, "num_heads": 2, "d_kv": 16, "d_ff": 32, "num_layers": 1}

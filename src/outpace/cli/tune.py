@@ -36,8 +36,8 @@ def tune(
 ) -> None:
     """Decode your prompts with every drafter that the model allows, rank them by measured speed, write a profile.
 
-    The profile is for outpace generate --profile and for the argument profile of outpace.load. Where nothing is 3 % faster
-    than plain decoding, it says so and drafts nothing.
+    The profile is for outpace generate --profile and for the argument profile of outpace.load. Where nothing is 3 %
+    faster than plain decoding, it says so and drafts nothing.
     """
     chosen = (list(BUILT_IN) if prompts is None else read_prompts(prompts))[:limit]
     plain = load_engine(model, drafter="none", dtype=dtype, device=device)
