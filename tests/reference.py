@@ -30,6 +30,8 @@ TREE_FAMILIES = (
 )
 FAMILIES = (*TREE_FAMILIES, "bloom", *STATE_FAMILIES)
 
+EARLY_EXIT = ("llama", "mistral", "qwen3", "gemma3")  # of the others, many name their layers differently
+
 Tokens = tuple[int, ...]  # hashable, for caches
 
 model = cache(tiny_model)

@@ -132,7 +132,7 @@ class _World:
             while accepted < len(tree) - 1 and self.random.random() < chance:
                 accepted += 1
             noisy = self.seconds(len(tree)) * self.random.uniform(0.9, 1.1)
-            self.planner.observe(1, len(tree), accepted + 1, len(values), drafting, noisy)
+            self.planner.observe([tree], accepted + 1, len(values), drafting, noisy)
             tokens += accepted + 1
             spent += drafting + noisy
         return tokens / spent * self.seconds(1)

@@ -17,25 +17,28 @@ from .tree import TokenTree
 PLANNED_K = 32  # the most nodes to choose from, where neither the user nor the drafter says more
 MARGIN = 1.03  # drafting goes on only where it is this much faster
 _FADE = 0.95  # weight of the past in running means, per round
+_SLOW_FADE, _PRIOR = 0.98, 4.0  # of kept and promised tokens; how many tokens of each are believed beforehand
 _FIRST_DEPTH = 4  # of the first draft, whose cost is not known
-_CHEAP = (
-    0.02  # drafting below this share of a plain pass needs no switch: trees are cut to nothing where they do not pay
-)
-_MOST_LOST = 3.0  # plain passes that may be lost to drafts before they are switched off
+_CHEAP = 0.03  # drafting below this share of a plain pass needs no switch: its trees are cut where they do not pay
+_MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
 _LOST_SHARE = 0.015  # of the time in which they are off, until they are tried again
-_LEAST_PAUSE = 8  # rounds
 
 
 @dataclass(slots=True)
 class _State:
-    """What is known at one batch size. tokens, seconds: of drafted rounds, fading; draft_seconds, draft_depth: means of
-    drafting alone. lost: seconds lost to drafts, against plain decoding, since they last paid; pause: rounds until they
-    are tried again."""
+    """What is known at one batch size.
 
-    tokens: float = 0.0
+    expected, seconds: tokens and time of drafted rounds, fading; draft_seconds, draft_depth: means of drafting alone.
+    kept, promised: drafted tokens that were accepted, and that should have been by their values, fading. lost: seconds
+    lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again.
+    """
+
+    expected: float = 0.0
     seconds: float = 0.0
     draft_seconds: float = 0.0
     draft_depth: float = 0.0
+    kept: float = _PRIOR
+    promised: float = _PRIOR
     lost: float = 0.0
     pause: int = 0
 
@@ -57,7 +60,7 @@ class Planner:
         if state.pause > 0:
             state.pause -= 1
             if state.pause == 0:
-                state.tokens = state.seconds = state.lost = 0.0
+                state.expected = state.seconds = state.lost = 0.0
             return [replace(budget, nodes=0, depth=0) for budget in budgets]
         if state.draft_depth == 0:
             return [replace(budget, depth=min(budget.depth, _FIRST_DEPTH)) for budget in budgets]
@@ -68,7 +71,7 @@ class Planner:
         """A node pays where its chance of acceptance, over its own cost, exceeds the speed without it."""
         speed = num_rows / self.costs.seconds(num_rows, 1)
         if state.seconds > 0:
-            speed = max(speed, state.tokens / state.seconds)
+            speed = max(speed, state.expected / state.seconds)
         per_level = state.draft_seconds / max(1.0, state.draft_depth)
         rise = self.costs.seconds(num_rows, nodes + 1) - self.costs.seconds(num_rows, 1)
         per_node = max(0.0, rise) / max(1, nodes)
@@ -79,42 +82,54 @@ class Planner:
 
         Rows are padded to the largest tree, so a smaller tree in one row alone saves nothing.
         """
-        num_rows = len(trees)
+        num_rows, honesty = len(trees), self._honesty(len(trees))
         best, chosen = num_rows / (draft_seconds + self.costs.seconds(num_rows, 1)), 0
         ranked = [sorted(tree.value[1:], reverse=True) for tree in trees]
         expected = float(num_rows)
         for size in range(1, max(len(values) for values in ranked) + 1):
-            expected += sum(values[size - 1] for values in ranked if len(values) >= size)
+            expected += honesty * sum(values[size - 1] for values in ranked if len(values) >= size)
             speed = expected / (draft_seconds + self.costs.seconds(num_rows, size + 1))
             if speed > best:
                 best, chosen = speed, size
         return [tree.best(chosen) for tree in trees]
 
     def observe(
-        self, num_rows: int, num_nodes: int, num_tokens: int, depth: int, draft_seconds: float, pass_seconds: float
+        self, trees: Sequence[TokenTree], num_tokens: int, depth: int, draft_seconds: float, pass_seconds: float
     ) -> None:
-        """A round has ended. num_nodes: of its largest tree, root included; num_tokens: emitted by all rows; depth: of
-        what was drafted; 0 rounds without draft."""
+        """A round of these trees has ended. num_tokens: emitted by all rows; depth: of what was drafted before the
+        cut. draft_seconds: 0 where nothing was asked for."""
+        num_rows, num_nodes = len(trees), max(len(tree) for tree in trees)
         self.costs.observe(num_rows, num_nodes, pass_seconds)
-        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
         if draft_seconds == 0:
             return
+        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
+        promised = sum(sum(tree.value[1:]) for tree in trees)
+        expected = num_rows + self._honesty(num_rows) * promised
+        state.kept = _SLOW_FADE * state.kept + (1 - _SLOW_FADE) * _PRIOR + num_tokens - num_rows
+        state.promised = _SLOW_FADE * state.promised + (1 - _SLOW_FADE) * _PRIOR + promised
         state.draft_seconds = _faded(state.draft_seconds, draft_seconds)
         state.draft_depth = _faded(state.draft_depth, depth)
-        state.tokens = _FADE * state.tokens + num_tokens
-        state.seconds = _FADE * state.seconds + draft_seconds + pass_seconds
-        is_cheap = state.draft_seconds < _CHEAP * plain
-        spent = pass_seconds if is_cheap else MARGIN * (pass_seconds + draft_seconds)
-        state.lost = max(0.0, state.lost + spent - num_tokens / num_rows * plain)
+        seconds = draft_seconds + self.costs.seconds(num_rows, num_nodes)
+        state.expected = _FADE * state.expected + expected
+        state.seconds = _FADE * state.seconds + seconds
+        if state.draft_seconds < _CHEAP * plain:
+            state.lost = 0.0
+            return
+        state.lost = max(0.0, state.lost + MARGIN * seconds - expected / num_rows * plain)
         if state.lost > _MOST_LOST * plain and self.gain(num_rows) < MARGIN:
-            state.pause = max(_LEAST_PAUSE, int(state.lost / plain / _LOST_SHARE))
+            state.pause = max(1, int(state.lost / plain / _LOST_SHARE))
+
+    def _honesty(self, num_rows: int) -> float:
+        """How many of the promised tokens were kept."""
+        state = self._state(num_rows)
+        return state.kept / state.promised
 
     def gain(self, num_rows: int) -> float:
-        """The speed of drafted rounds over that of plain ones."""
+        """The expected speed of drafted rounds over that of plain ones."""
         state = self._state(num_rows)
         if state.seconds <= 0:
             return 1.0
-        return state.tokens / state.seconds * self.costs.seconds(num_rows, 1) / num_rows
+        return state.expected / state.seconds * self.costs.seconds(num_rows, 1) / num_rows
 
     def _state(self, num_rows: int) -> _State:
         return self._states.setdefault(num_rows, _State())
