@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # How fast an observation moves the whole curve (contexts grow, machines are shared) and its own size.
-_DRIFT, _LEARNING = 0.1, 0.03
+_DRIFT, _LEARNING = 0.05, 0.1
 
 
 class CostCurve:

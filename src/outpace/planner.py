@@ -21,6 +21,7 @@ _SLOW_FADE, _PRIOR = 0.98, 4.0  # of kept and promised tokens; how many tokens o
 _FIRST_DEPTH = 4  # of the first draft, whose cost is not known
 _CHEAP = 0.03  # drafting below this share of a plain pass needs no switch: its trees are cut where they do not pay
 _MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
+_PLAIN_EVERY = 64  # rounds, at most, without a look at what a plain pass costs now: contexts grow
 _LOST_SHARE = 0.015  # of the time in which they are off, until they are tried again
 
 
@@ -30,7 +31,8 @@ class _State:
 
     expected, seconds: tokens and time of drafted rounds, fading; draft_seconds, draft_depth: means of drafting alone.
     kept, promised: drafted tokens that were accepted, and that should have been by their values, fading. lost: seconds
-    lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again.
+    lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again. since_plain:
+    rounds since the last plain one.
     """
 
     expected: float = 0.0
@@ -41,6 +43,7 @@ class _State:
     promised: float = _PRIOR
     lost: float = 0.0
     pause: int = 0
+    since_plain: int = 0
 
 
 class Planner:
@@ -83,6 +86,8 @@ class Planner:
         Rows are padded to the largest tree, so a smaller tree in one row alone saves nothing.
         """
         num_rows, honesty = len(trees), self._honesty(len(trees))
+        if self._state(num_rows).since_plain >= _PLAIN_EVERY:
+            return [tree.best(0) for tree in trees]
         best, chosen = num_rows / (draft_seconds + self.costs.seconds(num_rows, 1)), 0
         ranked = [sorted(tree.value[1:], reverse=True) for tree in trees]
         expected = float(num_rows)
@@ -100,9 +105,10 @@ class Planner:
         cut. draft_seconds: 0 where nothing was asked for."""
         num_rows, num_nodes = len(trees), max(len(tree) for tree in trees)
         self.costs.observe(num_rows, num_nodes, pass_seconds)
+        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
+        state.since_plain = state.since_plain + 1 if num_nodes > 1 else 0
         if draft_seconds == 0:
             return
-        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
         promised = sum(sum(tree.value[1:]) for tree in trees)
         expected = num_rows + self._honesty(num_rows) * promised
         state.kept = _SLOW_FADE * state.kept + (1 - _SLOW_FADE) * _PRIOR + num_tokens - num_rows

@@ -21,7 +21,7 @@ from . import fewrows, models
 from .costs import CostCurve
 from .target import Block, Target
 
-_CONTEXT = 64  # tokens before the measured ones
+_CONTEXT = 256  # tokens before the measured ones
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _FEW_SIZES = (1, 4, 8, 16, 32)  # where a pass is slow
 _SLOW = 0.1  # seconds of a pass of one token
