@@ -2,7 +2,7 @@
 
 Not here: structured output (E), which is not offered; HTTP and the command line (J and parts of B to F, I, K); settings
 per request (K8); devices and quantised models (L, but for a draft that overflows, encoder-decoder models and inputs
-that are no ids); speed (M); training (N); requests as checks (O).
+that are no ids); most of speed (M); training (N); most requests as checks (O).
 
 T-A1
     test_cases_a::test_greedy_text_is_that_of_transformers_with_every_way_of_drafting
@@ -13,6 +13,10 @@ T-A1
     test_cases_drafters::test_duplicate_siblings_are_walked_once
     test_cases_drafters::test_a_drafter_that_is_always_wrong_is_always_refused
     test_cases_drafters::test_a_wrong_draft_whose_keys_are_no_numbers_is_refused_like_any_other
+    test_drafters::test_every_drafter_keeps_the_contract
+    test_fewrows::test_texts_of_the_twin_are_those_of_the_model
+    test_planner::test_no_plan_changes_a_text
+    test_real::test_every_drafter_gives_the_plain_text
 T-A2
     test_cases_a::test_trees_of_any_width_and_depth_do_not_change_the_text
     test_cases_a::test_random_trees_on_a_windowed_model_do_not_change_the_text
@@ -50,6 +54,8 @@ T-B7
     test_dropin_sampling::test_a_seed_repeats_its_text_and_other_seeds_give_others
     test_dropin_sampling::test_torchs_seed_repeats_texts_that_have_no_seed_of_their_own
     test_dropin_sampling::test_only_sampling_without_a_seed_asks_torchs_generator
+    test_planner::test_no_plan_changes_a_text
+    test_real::test_every_drafter_gives_the_plain_text
 T-B8
     test_cases_b::test_temperature_zero_and_next_to_zero_are_greedy
     test_cases_b::test_a_temperature_that_is_none_is_refused
@@ -147,6 +153,7 @@ T-G2
 T-G3
     test_cases_g::test_an_unrelated_tokenizer_is_refused_before_the_first_pass
     test_cases_g::test_sizes_that_differ_need_both_tokenizers
+    test_drafters::test_a_draft_model_of_an_unrelated_tokenizer
 T-G6
     test_cases_g::test_tokens_that_were_added_to_the_target_only_do_not_matter
     test_cases_g::test_a_draft_without_an_embedding_for_a_token_drafts_on
@@ -177,6 +184,7 @@ T-I1
     test_dropin_batches::test_many_rows_of_many_lengths_are_those_of_transformers
     test_dropin_batches::test_prompts_of_several_chunks_wait_for_each_other_where_rows_move_together
     test_dropin_refusals::test_a_mask_that_is_not_left_padding_is_refused
+    test_real::test_a_padded_batch_is_that_of_transformers
 T-I2
     test_cases_i::test_rows_that_end_at_very_different_times_keep_their_texts
     test_cases_i::test_rows_that_end_by_the_same_end_token_end_each_at_its_own_place
@@ -216,6 +224,8 @@ T-K3
     test_dropin_sharing::test_nothing_of_a_call_is_left_behind
     test_dropin_sharing::test_what_a_call_is_given_is_left_as_it_was
     test_dropin_sharing::test_closing_lets_go_of_the_models
+    test_drafters::test_drafting_for_itself_in_8_bits_leaves_the_model_as_it_is
+    test_fewrows::test_the_twin_shares_all_parameters_and_the_model_is_untouched
 T-K4
     test_cases_k::test_a_draft_model_that_is_the_target_is_said
     test_cases_k::test_an_option_that_cannot_be_honoured_is_refused_by_name
@@ -243,6 +253,12 @@ T-L8
     test_dropin_refusals::test_an_input_that_drafts_cannot_carry_is_refused
     test_dropin_refusals::test_a_vision_language_model_writes_text_as_ever
     test_dropin_refusals::test_an_image_is_refused_by_its_name
+T-M1
+    test_planner::test_a_drafter_that_is_too_slow_is_switched_off_and_the_stats_say_so
+T-M4
+    test_real::test_a_copy_takes_a_third_of_the_passes
+T-O1
+    test_drafters::test_a_prediction_is_copied_and_does_not_change_the_text
 """
 
 import importlib
@@ -269,7 +285,8 @@ def listed() -> dict[str, set[str]]:
 def stated() -> dict[str, set[str]]:
     """Case -> the tests whose docstrings name it."""
     found: dict[str, set[str]] = {}
-    for file in (*HERE.glob("test_cases_*.py"), *HERE.glob("test_dropin_*.py")):
+    more = [HERE / f"test_{name}.py" for name in ("drafters", "fewrows", "planner", "real")]
+    for file in (*HERE.glob("test_cases_*.py"), *HERE.glob("test_dropin_*.py"), *more):
         module = importlib.import_module(file.stem)
         for name, test in vars(module).items():
             if name.startswith("test_") and callable(test) and test.__module__ == file.stem:

@@ -218,7 +218,7 @@ def test_no_plan_changes_a_text(drafter: str, dear: bool) -> None:
 
 
 def test_a_drafter_that_is_too_slow_is_switched_off_and_the_stats_say_so() -> None:
-    """One that runs the target itself costs a pass per token."""
+    """T-M1: one that runs the target itself costs a pass per token."""
     model = tiny_model("llama")
     engine = load(model, draft_model=model, k=4, planner="auto")
     result = engine.generate(list(PROMPTS[0]), SamplingParams(max_new_tokens=200))
