@@ -900,7 +900,7 @@ def test_profile_measures_draws_and_keeps_what_a_pass_costs(folders: dict[str, P
         assert all(row["seconds"] > 0 and row["memory"] > 0 and row["compute"] > 0 for row in report["passes"])
         assert report["floors"]["bytes"] > 0 and report["facts"]["threads"] == str(torch.get_num_threads())
         found = run(*options)
-        assert found.code == 0 and found.out.count("█") > 6 and "memory floor" in found.out
+        assert found.code == 0 and found.out.count("█") > 6 and "memory ms" in found.out
         (file,) = (tmp_path / "costs").glob("*.json")
         assert len(json.loads(file.read_text())["cells"]) == 6
     assert_refused(run("profile", folders["target"], "--nodes", "1,x"), "--nodes", "'1,x'")

@@ -17,7 +17,7 @@ from ..target import Target
 from .options import Device, Dtype, Json, quiet_transformers, talk, to_json
 
 _NODES = "1,2,4,8,12,16,24,32,48,64"
-_WIDTH = 40  # characters of the longest bar
+_WIDTH = 28  # characters of the longest bar
 
 
 def profile(
@@ -37,8 +37,9 @@ def profile(
 ) -> None:
     """Measure what a pass costs, anew, print and draw it, and keep it for the planner.
 
-    Beside it stand two floors: the time in which this machine reads all weights once (memory), and in which it
-    multiplies that many numbers (compute). A pass can be faster than neither.
+    tokens are those of each row; of plain is against one row of one token. Beside it stand two floors: the time in
+    which this machine reads all weights once (memory), and in which it multiplies that many numbers (compute). A pass
+    can be faster than neither.
     """
     sizes = [(b, n) for b in _numbers(rows, "--rows") for n in _numbers(nodes, "--nodes")]
     quiet_transformers()
@@ -75,7 +76,7 @@ def _print(report: dict[str, Any], cells: dict[tuple[int, int], float]) -> None:
     facts, floors = report["facts"], report["floors"]
     talk.print(f"[dim]{facts['model']}, {facts['dtype']}, {facts['threads']} threads, kernels: {facts['kernels']}[/]")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rows", "tokens per row", "ms", "of a plain pass", "memory floor", "compute floor"):
+    for column in ("rows", "tokens", "ms", "of plain", "memory ms", "compute ms"):
         table.add_column(column, justify="right")
     table.add_column("")
     longest = max(passed["seconds"] for passed in report["passes"])
