@@ -35,6 +35,7 @@ class Drafting:
         """One checked tree per session; a single node where the budget is empty or the draft is bad."""
         if self.planner is None or not sessions:
             return self._trees(sessions, budgets)
+        is_off = not self.planner.is_on(len(sessions))
         planned = self.planner.budgets(budgets)
         if self._is_whole:
             planned = [replace(budget, least_value=0.0) for budget in planned]
@@ -43,7 +44,7 @@ class Drafting:
         is_drafted = any(budget.nodes for budget in planned)
         self._seconds = time.perf_counter() - begin if is_drafted else 0.0
         self._depth = max(max(tree.depths()) for tree in trees)
-        if not is_drafted:
+        if is_off:
             for session, budget in zip(sessions, budgets, strict=True):
                 session.stats.num_rounds_switched_off += budget.nodes > 0
         return self.planner.cut(trees, self._seconds) if is_drafted and not self._is_whole else trees

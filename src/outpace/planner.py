@@ -27,16 +27,16 @@ _LOST_SHARE = 0.015  # of the time in which they are off, until they are tried a
 
 @dataclass(slots=True)
 class _State:
-    """What is known at one batch size.
+    """What is known of batches of about one size. Times are in plain passes where not said otherwise.
 
-    expected, seconds: tokens and time of drafted rounds, fading; draft_seconds, draft_depth: means of drafting alone.
-    kept, promised: drafted tokens that were accepted, and that should have been by their values, fading. lost: seconds
-    lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again. since_plain:
-    rounds since the last plain one.
+    expected, spent: tokens per row and time of drafted rounds, fading; draft_seconds, draft_depth: means of drafting
+    alone. kept, promised: drafted tokens that were accepted, and that should have been by their values, fading. lost:
+    time lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again.
+    since_plain: rounds since the last plain one.
     """
 
     expected: float = 0.0
-    seconds: float = 0.0
+    spent: float = 0.0
     draft_seconds: float = 0.0
     draft_depth: float = 0.0
     kept: float = _PRIOR
@@ -63,22 +63,21 @@ class Planner:
         if state.pause > 0:
             state.pause -= 1
             if state.pause == 0:
-                state.expected = state.seconds = state.lost = 0.0
+                state.expected = state.spent = state.lost = 0.0
+            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+        if state.since_plain >= _PLAIN_EVERY:
             return [replace(budget, nodes=0, depth=0) for budget in budgets]
         if state.draft_depth == 0:
             return [replace(budget, depth=min(budget.depth, _FIRST_DEPTH)) for budget in budgets]
-        least = self._least_value(state, num_rows, max(budget.nodes for budget in budgets))
+        least = self._least_value(num_rows, max(budget.nodes for budget in budgets))
         return [replace(budget, least_value=least) for budget in budgets]
 
-    def _least_value(self, state: _State, num_rows: int, nodes: int) -> float:
+    def _least_value(self, num_rows: int, nodes: int) -> float:
         """A node pays where its chance of acceptance, over its own cost, exceeds the speed without it."""
-        speed = num_rows / self.costs.seconds(num_rows, 1)
-        if state.seconds > 0:
-            speed = max(speed, state.expected / state.seconds)
+        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
         per_level = state.draft_seconds / max(1.0, state.draft_depth)
-        rise = self.costs.seconds(num_rows, nodes + 1) - self.costs.seconds(num_rows, 1)
-        per_node = max(0.0, rise) / max(1, nodes)
-        return speed * (per_level + per_node) / num_rows
+        per_node = max(0.0, self.costs.seconds(num_rows, nodes + 1) - plain) / max(1, nodes)
+        return max(1.0, self.gain(num_rows)) * (per_level + per_node) / plain
 
     def cut(self, trees: Sequence[TokenTree], draft_seconds: float) -> list[TokenTree]:
         """The trees without the nodes that cost more than they promise: each keeps its n best, one n for all rows.
@@ -86,8 +85,6 @@ class Planner:
         Rows are padded to the largest tree, so a smaller tree in one row alone saves nothing.
         """
         num_rows, honesty = len(trees), self._honesty(len(trees))
-        if self._state(num_rows).since_plain >= _PLAIN_EVERY:
-            return [tree.best(0) for tree in trees]
         best, chosen = num_rows / (draft_seconds + self.costs.seconds(num_rows, 1)), 0
         ranked = [sorted(tree.value[1:], reverse=True) for tree in trees]
         expected = float(num_rows)
@@ -110,20 +107,20 @@ class Planner:
         if draft_seconds == 0:
             return
         promised = sum(sum(tree.value[1:]) for tree in trees)
-        expected = num_rows + self._honesty(num_rows) * promised
+        expected = 1 + self._honesty(num_rows) * promised / num_rows
         state.kept = _SLOW_FADE * state.kept + (1 - _SLOW_FADE) * _PRIOR + num_tokens - num_rows
         state.promised = _SLOW_FADE * state.promised + (1 - _SLOW_FADE) * _PRIOR + promised
         state.draft_seconds = _faded(state.draft_seconds, draft_seconds)
         state.draft_depth = _faded(state.draft_depth, depth)
-        seconds = draft_seconds + self.costs.seconds(num_rows, num_nodes)
+        spent = (draft_seconds + self.costs.seconds(num_rows, num_nodes)) / plain
         state.expected = _FADE * state.expected + expected
-        state.seconds = _FADE * state.seconds + seconds
+        state.spent = _FADE * state.spent + spent
         if state.draft_seconds < _CHEAP * plain:
             state.lost = 0.0
             return
-        state.lost = max(0.0, state.lost + MARGIN * seconds - expected / num_rows * plain)
-        if state.lost > _MOST_LOST * plain and self.gain(num_rows) < MARGIN:
-            state.pause = max(1, int(state.lost / plain / _LOST_SHARE))
+        state.lost = max(0.0, state.lost + MARGIN * spent - expected)
+        if state.lost > _MOST_LOST and self.gain(num_rows) < MARGIN:
+            state.pause = max(1, int(state.lost / _LOST_SHARE))
 
     def _honesty(self, num_rows: int) -> float:
         """How many of the promised tokens were kept."""
@@ -133,12 +130,11 @@ class Planner:
     def gain(self, num_rows: int) -> float:
         """The expected speed of drafted rounds over that of plain ones."""
         state = self._state(num_rows)
-        if state.seconds <= 0:
-            return 1.0
-        return state.expected / state.seconds * self.costs.seconds(num_rows, 1) / num_rows
+        return state.expected / state.spent if state.spent > 0 else 1.0
 
     def _state(self, num_rows: int) -> _State:
-        return self._states.setdefault(num_rows, _State())
+        """Batches of 1, 2 to 3, 4 to 7, ... rows are judged together."""
+        return self._states.setdefault(num_rows.bit_length(), _State())
 
 
 def _faded(mean: float, value: float) -> float:
