@@ -229,6 +229,15 @@ def test_a_drafter_that_is_too_slow_is_switched_off_and_the_stats_say_so() -> No
     assert result.stats.num_rounds_switched_off > 50
 
 
+@pytest.mark.parametrize("drafter", ["lookahead", "jacobi"])
+def test_a_drafter_whose_trees_are_not_cut_is_switched_off_where_they_are_too_dear(drafter: str) -> None:
+    """It drafts in no time at all, and what it drafts costs a hundred passes."""
+    costs = {(1, 1): 1e-3} | {(1, nodes): 0.1 for nodes in range(2, 130)}
+    engine = _engine(tiny_model("llama"), costs, drafter=drafter)
+    result = engine.generate(list(PROMPTS[0]), SamplingParams(max_new_tokens=60))
+    assert result.stats.num_rounds_switched_off > 40
+
+
 def test_a_planner_that_is_none_of_two_is_refused() -> None:
     with pytest.raises(InputError, match="planner must be one of auto, off, got 'fast'"):
         load(tiny_model("llama"), planner="fast")  # type: ignore[arg-type]

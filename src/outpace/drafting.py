@@ -52,7 +52,7 @@ class Drafting:
     def learn(self, trees: Sequence[TokenTree], num_tokens: int, seconds: float) -> None:
         """The round of these trees has ended. num_tokens: emitted by all rows; seconds: of the pass and the choice."""
         if self.planner is not None and trees:
-            self.planner.observe(trees, num_tokens, self._depth, self._seconds, seconds)
+            self.planner.observe(trees, num_tokens, self._depth, self._seconds, seconds, not self._is_whole)
 
     def _trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
         trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}

@@ -96,10 +96,16 @@ class Planner:
         return [tree.best(chosen) for tree in trees]
 
     def observe(
-        self, trees: Sequence[TokenTree], num_tokens: int, depth: int, draft_seconds: float, pass_seconds: float
+        self,
+        trees: Sequence[TokenTree],
+        num_tokens: int,
+        depth: int,
+        draft_seconds: float,
+        pass_seconds: float,
+        is_cut: bool = True,
     ) -> None:
         """A round of these trees has ended. num_tokens: emitted by all rows; depth: of what was drafted before the
-        cut. draft_seconds: 0 where nothing was asked for."""
+        cut. draft_seconds: 0 where nothing was asked for. is_cut: False where trees are verified whole."""
         num_rows, num_nodes = len(trees), max(len(tree) for tree in trees)
         self.costs.observe(num_rows, num_nodes, pass_seconds)
         state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
@@ -115,7 +121,7 @@ class Planner:
         spent = (draft_seconds + self.costs.seconds(num_rows, num_nodes)) / plain
         state.expected = _FADE * state.expected + expected
         state.spent = _FADE * state.spent + spent
-        if state.draft_seconds < _CHEAP * plain:
+        if is_cut and state.draft_seconds < _CHEAP * plain:
             state.lost = 0.0
             return
         state.lost = max(0.0, state.lost + MARGIN * spent - expected)
