@@ -49,7 +49,7 @@ def main() -> None:
     quiet_transformers()
     with progress_bar() as progress:
         engine = outpace.load(args.model, planner="off", progress=progress)
-    model: Any = engine.target.model
+    model: Any = engine.target.original
     rows = [engine.encode(prompt.prompt)[-args.longest :] for prompt in mixed(args.prompts, args.batch)]
     longest = max(map(len, rows))
     pad = engine.end_ids[0]

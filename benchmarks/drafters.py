@@ -58,7 +58,7 @@ def main() -> None:
     quiet_transformers()
     with progress_bar() as progress:
         plain = outpace.load(args.model, drafter="none", progress=progress)
-    model, tokenizer = plain.target.model, plain.tokenizer
+    model, tokenizer = plain.target.original, plain.tokenizer
     prompts = chosen(args.prompts, 0, args.per_category)
     others = chosen(args.prompts, args.per_category, args.per_category)
     params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=0)

@@ -83,7 +83,7 @@ def main() -> None:
     for name in args.drafters.split(","):
         for context in map(int, args.contexts.split(",")):
             engine = outpace.load(
-                plain.target.model, tokenizer=plain.tokenizer, drafter=name, k=args.nodes, planner="off"
+                plain.target.original, tokenizer=plain.tokenizer, drafter=name, k=args.nodes, planner="off"
             )
             engine.target.max_positions = None  # nothing is decoded, so the context may be longer than the model's
             replay(engine, tokens, 16, args.steps, args.nodes, args.temperature)

@@ -50,7 +50,7 @@ def main() -> None:
     for name, nodes, told in itertools.product(
         args.drafter.split(","), map(int, args.nodes.split(",")), ("prompt", "prediction")
     ):
-        engine = outpace.load(plain.target.model, tokenizer=plain.tokenizer, drafter=name, k=nodes, planner="off")
+        engine = outpace.load(plain.target.original, tokenizer=plain.tokenizer, drafter=name, k=nodes, planner="off")
         prediction = f"```python\n{source}```" if told == "prediction" else ""
         told_params = SamplingParams(
             max_new_tokens=args.tokens, temperature=args.temperature, seed=1, prediction=prediction

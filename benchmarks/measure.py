@@ -51,7 +51,7 @@ def hf_greedy(engine: outpace.Engine, ids: Sequence[int], tokens: int) -> tuple[
     """(new tokens, seconds) of transformers' own greedy generate."""
     inputs = torch.tensor([list(ids)], device=engine.target.device)
     begin = time.perf_counter()
-    output = engine.target.model.generate(  # type: ignore[operator]
+    output = engine.target.original.generate(  # type: ignore[operator]
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=False
     )
     return output[0, len(ids) :].tolist(), time.perf_counter() - begin
@@ -61,7 +61,7 @@ def engines(args: argparse.Namespace) -> tuple[dict[str, outpace.Engine], outpac
     """Every engine to measure, by name, and the plain one; all share one target."""
     with progress_bar() as progress:
         first = outpace.load(args.model, dtype=args.dtype, planner="off", progress=progress)
-        model, tokenizer = first.target.model, first.tokenizer
+        model, tokenizer = first.target.original, first.tokenizer
         found = {
             f"suffix k={k}": outpace.load(model, tokenizer=tokenizer, drafter="suffix", k=k, planner="off")
             for k in args.k
@@ -70,7 +70,7 @@ def engines(args: argparse.Namespace) -> tuple[dict[str, outpace.Engine], outpac
         draft_tokenizer = tokenizer
         if args.draft_model:
             loaded = outpace.load(args.draft_model, dtype=args.dtype, planner="off", progress=progress)
-            draft, draft_tokenizer = loaded.target.model, loaded.tokenizer
+            draft, draft_tokenizer = loaded.target.original, loaded.tokenizer
         if draft is not None:
             for k in args.k:
                 found[f"model k={k}"] = outpace.load(

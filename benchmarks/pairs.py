@@ -61,13 +61,15 @@ def loaded(args: argparse.Namespace) -> tuple[outpace.Engine, dict[str, Any], En
     with progress_bar() as progress:
         plain = outpace.load(args.target, drafter="none", progress=progress)
         draft = outpace.load(args.draft, drafter="none", progress=progress)
-    model, tokenizer = plain.target.model, plain.tokenizer
-    drafts = {name: draft.target.model if name == "none" else quantized(draft.target.model) for name in args.quantize}
+    model, tokenizer = plain.target.original, plain.tokenizer
+    drafts = {
+        name: draft.target.original if name == "none" else quantized(draft.target.original) for name in args.quantize
+    }
     engines = {
         (name, k): outpace.load(
             model,
             tokenizer=tokenizer,
-            draft_model=draft.target.model,
+            draft_model=draft.target.original,
             draft_tokenizer=draft.tokenizer,
             draft_quantize=name,  # type: ignore[arg-type]
             confidence_threshold=args.confidence,
@@ -107,7 +109,7 @@ def main() -> None:
         base = plain.generate(prompt.prompt, params)
         common: dict[str, Any] = {"temperature": temperature, "category": prompt.category}
         for name, draft in drafts.items():
-            found = agreement(plain.target.model, draft, base, params, vocab)
+            found = agreement(plain.target.original, draft, base, params, vocab)
             rows.append(common | {"draft": name, "k": 0, "prompt": prompt.name, "agreement": found})
         for (name, k), engine in engines.items():
             result = engine.generate(prompt.prompt, params)

@@ -72,13 +72,13 @@ def _chain(*values: float) -> TokenTree:
 
 def test_a_tree_is_cut_where_nodes_stop_paying() -> None:
     """T = 1 + 0.1 per node. Speeds by size: 1, 1.9 / 1.1, 2.4 / 1.2 = 2, 2.45 / 1.3: two nodes are best."""
-    planner = Planner(CostCurve({(1, 1): 1.0, (1, 11): 2.0}))
+    planner = Planner(CostCurve({(1, 1): 1.0, (1, 11): 2.0}), honest=1.0)
     (tree,) = planner.cut([_chain(0.9, 0.5, 0.05)], draft_seconds=0.0)
     assert tree.tokens == (0, 1, 2)
 
 
 def test_a_step_in_the_curve_is_used_up_or_not_climbed() -> None:
-    planner = Planner(CostCurve({(1, 1): 1.0, (1, 2): 2.0, (1, 9): 2.0}))
+    planner = Planner(CostCurve({(1, 1): 1.0, (1, 2): 2.0, (1, 9): 2.0}), honest=1.0)
     values = [0.9**depth for depth in range(1, 9)]
     assert len(planner.cut([_chain(*values)], 0.0)[0]) == 9, "where one node costs as much as eight, take eight"
     assert len(planner.cut([_chain(0.6, 0.3)], 0.0)[0]) == 1, "0.9 tokens for a second pass are not worth it"
@@ -92,7 +92,7 @@ def test_a_step_in_the_curve_is_used_up_or_not_climbed() -> None:
 def test_the_cut_has_the_best_quotient_of_all(rows: list[list[float]], costs: list[float], draft: float) -> None:
     trees = [_chain(*sorted(values, reverse=True)) for values in rows]
     curve = CostCurve({(1, 1): 1.0} | {(len(rows), n + 1): cost for n, cost in enumerate(costs)})
-    cut = Planner(curve).cut(trees, draft)
+    cut = Planner(curve, honest=1.0).cut(trees, draft)
 
     def speed(size: int) -> float:
         expected = sum(1 + sum(tree.value[1 : size + 1]) for tree in trees)

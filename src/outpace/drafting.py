@@ -28,6 +28,8 @@ class Drafting:
         self._is_whole = getattr(drafter, "is_whole", False)
         self._seconds = 0.0  # of the last drafts
         self._depth = 0  # of the deepest of them
+        self._is_off = False  # whether nothing is drafted at present
+        self._shown = 0.0  # seconds that the drafter took to look at the last scores
         self._observer = drafter if isinstance(drafter, Observer) else None
         self._warned: set[str] = set()
 
@@ -35,7 +37,7 @@ class Drafting:
         """One checked tree per session; a single node where the budget is empty or the draft is bad."""
         if self.planner is None or not sessions:
             return self._trees(sessions, budgets)
-        is_off = not self.planner.is_on(len(sessions))
+        self._is_off = not self.planner.is_on(len(sessions))
         planned = self.planner.budgets(budgets)
         if self._is_whole:
             planned = [replace(budget, least_value=0.0) for budget in planned]
@@ -44,7 +46,7 @@ class Drafting:
         is_drafted = any(budget.nodes for budget in planned)
         self._seconds = time.perf_counter() - begin if is_drafted else 0.0
         self._depth = max(max(tree.depths()) for tree in trees)
-        if is_off:
+        if self._is_off:
             for session, budget in zip(sessions, budgets, strict=True):
                 session.stats.num_rounds_switched_off += budget.nodes > 0
         return self.planner.cut(trees, self._seconds) if is_drafted and not self._is_whole else trees
@@ -52,7 +54,8 @@ class Drafting:
     def learn(self, trees: Sequence[TokenTree], num_tokens: int, seconds: float) -> None:
         """The round of these trees has ended. num_tokens: emitted by all rows; seconds: of the pass and the choice."""
         if self.planner is not None and trees:
-            self.planner.observe(trees, num_tokens, self._depth, self._seconds, seconds, not self._is_whole)
+            drafting = self._seconds + self._shown if self._seconds else 0.0
+            self.planner.observe(trees, num_tokens, self._depth, drafting, seconds - self._shown, not self._is_whole)
 
     def _trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
         trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
@@ -75,12 +78,16 @@ class Drafting:
         return list(trees.values())
 
     def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
-        """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree."""
-        if self._observer is not None:
+        """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree; not while
+        drafts are switched off, as looking takes time."""
+        self._shown = 0.0
+        if self._observer is not None and not self._is_off:
+            begin = time.perf_counter()
             try:
                 self._observer.observe(sessions, trees, logits)
             except Exception as error:
                 self._failed(sessions, error)
+            self._shown = time.perf_counter() - begin
 
     def release(self, session: Session) -> None:
         """The session has ended: the drafter may forget it."""

@@ -17,7 +17,7 @@ from .tree import TokenTree
 PLANNED_K = 32  # the most nodes to choose from, where neither the user nor the drafter says more
 MARGIN = 1.03  # drafting goes on only where it is this much faster
 _FADE = 0.95  # weight of the past in running means, per round
-_SLOW_FADE, _PRIOR = 0.98, 4.0  # of kept and promised tokens; how many tokens of each are believed beforehand
+_SLOW_FADE, _PROMISED = 0.98, 4.0  # of kept and promised tokens; how many are believed in beforehand
 _FIRST_DEPTH = 4  # of the first draft, whose cost is not known
 _CHEAP = 0.03  # drafting below this share of a plain pass needs no switch: its trees are cut where they do not pay
 _MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
@@ -35,22 +35,23 @@ class _State:
     since_plain: rounds since the last plain one.
     """
 
+    kept: float
     expected: float = 0.0
     spent: float = 0.0
     draft_seconds: float = 0.0
     draft_depth: float = 0.0
-    kept: float = _PRIOR
-    promised: float = _PRIOR
+    promised: float = _PROMISED
     lost: float = 0.0
     pause: int = 0
     since_plain: int = 0
 
 
 class Planner:
-    """Plans the rounds of one engine. costs: of its target."""
+    """Plans the rounds of one engine. costs: of its target. honest: the share of promised tokens that is expected to be
+    kept before any were counted."""
 
-    def __init__(self, costs: CostCurve) -> None:
-        self.costs = costs
+    def __init__(self, costs: CostCurve, honest: float = 0.5) -> None:
+        self.costs, self._honest = costs, honest
         self._states: dict[int, _State] = {}
 
     def is_on(self, num_rows: int) -> bool:
@@ -114,8 +115,8 @@ class Planner:
             return
         promised = sum(sum(tree.value[1:]) for tree in trees)
         expected = 1 + self._honesty(num_rows) * promised / num_rows
-        state.kept = _SLOW_FADE * state.kept + (1 - _SLOW_FADE) * _PRIOR + num_tokens - num_rows
-        state.promised = _SLOW_FADE * state.promised + (1 - _SLOW_FADE) * _PRIOR + promised
+        state.kept = _SLOW_FADE * state.kept + (1 - _SLOW_FADE) * self._honest * _PROMISED + num_tokens - num_rows
+        state.promised = _SLOW_FADE * state.promised + (1 - _SLOW_FADE) * _PROMISED + promised
         state.draft_seconds = _faded(state.draft_seconds, draft_seconds)
         state.draft_depth = _faded(state.draft_depth, depth)
         spent = (draft_seconds + self.costs.seconds(num_rows, num_nodes)) / plain
@@ -140,7 +141,7 @@ class Planner:
 
     def _state(self, num_rows: int) -> _State:
         """Batches of 1, 2 to 3, 4 to 7, ... rows are judged together."""
-        return self._states.setdefault(num_rows.bit_length(), _State())
+        return self._states.setdefault(num_rows.bit_length(), _State(self._honest * _PROMISED))
 
 
 def _faded(mean: float, value: float) -> float:
