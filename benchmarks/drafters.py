@@ -12,25 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from typing import Any
+
+from tasks import chosen
 
 import outpace
 from outpace import SamplingParams
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
-from outpace.prompts import NamedPrompt, read_prompts
-
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-
-def chosen(path: str, first: int, count: int) -> list[NamedPrompt]:
-    """`count` prompts of each of Spec-Bench's six tasks, from the `first` on."""
-    by_task: dict[str, list[NamedPrompt]] = defaultdict(list)
-    for prompt in read_prompts(path):
-        task = "multi-turn chat" if prompt.category in MT_BENCH else prompt.category
-        by_task[task].append(NamedPrompt(prompt.name, task, prompt.prompt))
-    return [prompt for prompts in by_task.values() for prompt in prompts[first : first + count]]
+from outpace.prompts import NamedPrompt
 
 
 def generate(engine: outpace.Engine, prompts: list[NamedPrompt], params: SamplingParams, rows: int) -> list[Any]:
@@ -59,8 +49,8 @@ def main() -> None:
     with progress_bar() as progress:
         plain = outpace.load(args.model, drafter="none", progress=progress)
     model, tokenizer = plain.target.original, plain.tokenizer
-    prompts = chosen(args.prompts, 0, args.per_category)
-    others = chosen(args.prompts, args.per_category, args.per_category)
+    prompts = chosen([args.prompts], args.per_category)
+    others = chosen([args.prompts], args.per_category, first=args.per_category)
     params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=0)
     wanted = generate(plain, prompts, params, args.rows)
     rows: list[dict[str, Any]] = []

@@ -19,24 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tasks import chosen
 
 import outpace
 from outpace import SamplingParams
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
-from outpace.prompts import NamedPrompt, read_prompts
-
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-
-def chosen(paths: list[str], count: int, categories: list[str] | None) -> list[NamedPrompt]:
-    """The first prompts of each category; the categories of MT-bench are one, as in Spec-Bench."""
-    by_task: dict[str, list[NamedPrompt]] = defaultdict(list)
-    for prompt in [prompt for path in paths for prompt in read_prompts(path)]:
-        task = "multi-turn chat" if prompt.category in MT_BENCH else prompt.category
-        if categories is None or task in categories:
-            by_task[task].append(NamedPrompt(prompt.name, task, prompt.prompt))
-    return [prompt for prompts in by_task.values() for prompt in prompts[:count]]
 
 
 class Methods:
@@ -99,7 +87,7 @@ def main() -> None:
     quiet_transformers()
     methods = Methods(args)
     params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=1)
-    prompts = chosen(args.prompts, args.per_category, args.categories)
+    prompts = chosen(args.prompts, args.per_category, categories=args.categories)
     for name in methods.names:
         methods.run(name, methods.plain.encode(prompts[0].prompt), SamplingParams(max_new_tokens=8))
     rows: list[dict[str, Any]] = []

@@ -19,11 +19,11 @@ import copy
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
+import tasks
 import torch
 import transformers
 
@@ -31,10 +31,7 @@ import outpace
 from outpace import SamplingParams, audit
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
-from outpace.prompts import NamedPrompt, read_prompts
-
-# Spec-Bench's six tasks: the categories of MT-bench are one of them.
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+from outpace.prompts import NamedPrompt
 
 
 def noisy_copy(model: Any, size: float) -> Any:
@@ -196,12 +193,8 @@ def main() -> None:
     quiet_transformers()
     if args.threads:
         torch.set_num_threads(args.threads)
-    by_category: dict[str, list[NamedPrompt]] = defaultdict(list)
-    for prompt in read_prompts(args.prompts):
-        category = "multi-turn chat" if prompt.category in MT_BENCH else prompt.category
-        if not args.categories or category in args.categories.split(","):
-            by_category[category].append(replace(prompt, category=category))
-    chosen = [prompt for group in by_category.values() for prompt in group[: args.per_category]]
+    categories = args.categories.split(",") if args.categories else None
+    chosen = tasks.chosen([args.prompts], args.per_category, categories=categories)
     found, plain = engines(args)
     plain.generate(plain.encode(chosen[0].prompt), SamplingParams(max_new_tokens=8))  # warm-up
     report: dict[str, Any] = {
@@ -209,7 +202,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
         "dtype": str(plain.target.dtype),
-        "categories": {name: len(group[: args.per_category]) for name, group in by_category.items()},
+        "categories": Counter(prompt.category for prompt in chosen),
     }
     parts = args.parts.split(",")
     if "greedy" in parts:

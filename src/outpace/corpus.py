@@ -32,10 +32,9 @@ def read_corpus(
     if tokenizer is None:
         raise InputError("A corpus is text, and needs the model's tokenizer: pass tokenizer=.")
     root = Path(path).expanduser()
-    name = fingerprint(tokenizer)
     if root.suffix == ".safetensors" and root.is_file():
         return _stored(root, tokenizer, max_tokens)
-    files = _files(root)
+    files, name = _files(root), fingerprint(tokenizer)
     facts = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([facts, name, max_tokens]).encode()).hexdigest()[:16]
     cached = models.cache_root() / "corpora" / f"{key}.safetensors"

@@ -51,9 +51,6 @@ class CostCurve:
 
     def _along(self, rows: int, nodes: int) -> float:
         """Between the measured sizes of `rows` rows, a straight line; beyond the last, proportional growth."""
-        known = self._cells.get((rows, nodes))
-        if known is not None:
-            return known
         sizes = self._sizes[rows]
         place = bisect.bisect(sizes, nodes)
         if place == len(sizes):

@@ -31,6 +31,8 @@ PlannerName = Literal["auto", "off"]
 KernelsName = Literal["auto", "stock"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+PROFILE_FORMAT = "outpace-profile"  # the mark of files that `outpace tune` writes
+
 _log = logging.getLogger("outpace")
 
 
@@ -150,7 +152,7 @@ def read_profile(path: str | Path) -> dict[str, Any]:
     """The arguments of `load` in a profile. Raises LoadError for another kind of file."""
     try:
         data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        settings = data["settings"] if data["format"] == "outpace-profile" else None
+        settings = data["settings"] if data["format"] == PROFILE_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"The profile {str(path)!r} cannot be read: {error!r}. Write one with outpace tune.") from error
     if not isinstance(settings, dict) or not set(settings) <= {"drafter", "draft_model"}:

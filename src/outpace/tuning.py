@@ -16,12 +16,10 @@ from typing import Any
 
 from .engine import Engine
 from .errors import InputError, LoadError
-from .loading import load
+from .loading import PROFILE_FORMAT, load
+from .planner import MARGIN
 from .request import Prompt
 from .sampling import SamplingParams
-
-_FORMAT = "outpace-profile"
-MARGIN = 1.03  # what is not this much faster than plain decoding is not recommended
 
 
 @dataclass(slots=True)
@@ -126,6 +124,11 @@ def save_profile(path: Path, trials: Sequence[Trial], facts: dict[str, str]) -> 
     bad = [name for name, value in settings.items() if not isinstance(value, str | int)]
     if bad:
         raise InputError(f"A profile holds names and numbers only; {bad[0]} is an object. Give it by name or path.")
-    data = {"format": _FORMAT, "settings": settings, "facts": facts, "trials": [asdict(trial) for trial in trials]}
+    data = {
+        "format": PROFILE_FORMAT,
+        "settings": settings,
+        "facts": facts,
+        "trials": [asdict(trial) for trial in trials],
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2, default=str), encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import transformers
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..accept import Acceptance
 from ..choosing import DRAFTERS, Vocabularies
@@ -122,6 +123,12 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def counting_bar() -> Progress:
+    """A bar on stderr for a known number of decoding runs."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=talk, transient=True)
 
 
 def usable(engine: Engine, prompt: NamedPrompt) -> Prompt:

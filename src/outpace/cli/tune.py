@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import profiling, tuning
 from ..prompts import BUILT_IN, read_prompts
 from ..sampling import SamplingParams
-from .options import Device, DraftModel, Dtype, Json, load_engine, talk, to_json, usable
+from .options import Device, DraftModel, Dtype, Json, counting_bar, load_engine, talk, to_json, usable
 
 
 def tune(
@@ -42,8 +41,7 @@ def tune(
     chosen = (list(BUILT_IN) if prompts is None else read_prompts(prompts))[:limit]
     plain = load_engine(model, drafter="none", dtype=dtype, device=device)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=1)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=talk, transient=True) as bar:
+    with counting_bar() as bar:
         task = bar.add_task("Loading drafters", total=None)
         trials = tuning.tune(
             plain,

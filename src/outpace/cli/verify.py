@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import audit
@@ -30,8 +29,8 @@ from .options import (
     Lookahead,
     VocabulariesOption,
     Width,
+    counting_bar,
     load_engine,
-    talk,
     to_json,
     usable,
 )
@@ -91,8 +90,7 @@ def verify(
     )
     rounding = _measure(engine, chosen[0], max_new_tokens)
     kept: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=talk, transient=True) as bar:
+    with counting_bar() as bar:
         task = bar.add_task("verifying", total=len(chosen) * len(settings))
         for prompt in chosen:
             for name, params in settings:
