@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import models
+from .quantize import replace_linears
 
 MOST_ROWS = 64  # beyond this, stock kernels are as good
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -82,10 +83,7 @@ def twin(model: nn.Module) -> nn.Module | None:
         return None
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, shared)
-    for name, part in list(other.named_modules()):
-        if type(part) is nn.Linear:
-            above, _, child = name.rpartition(".")
-            setattr(other.get_submodule(above), child, FewRowsLinear(part))
+    replace_linears(other, FewRowsLinear)
     return other
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.in_features = linear.in_features
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(1).clamp_min(1e-9) / 127
         self.register_buffer("rows", (weight / scale[:, None]).round().to(torch.int8))
@@ -39,6 +41,14 @@ class Int8Linear(nn.Module):
         flat = x.flatten(0, -2).to(torch.bfloat16)
         y: Tensor = torch.ops.aten._weight_int8pack_mm(flat, self.rows, self.scale).to(x.dtype)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
+
+def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Put what `make` returns in the place of every plain linear layer; subclasses do other things and stay."""
+    for name, part in list(model.named_modules()):
+        if type(part) is nn.Linear:
+            above, _, child = name.rpartition(".")
+            setattr(model.get_submodule(above), child, make(part))
 
 
 def quantized(model: Any) -> Any:
@@ -53,12 +63,10 @@ def quantized(model: Any) -> Any:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())} if is_single else {}
     try:
         twin = copy.deepcopy(model, shared).float()
-        for name, module in list(twin.named_modules()):
-            if type(module) is nn.Linear:
-                small = Int8Linear(module)
-                small(torch.zeros(1, module.in_features))  # a torch without this kernel fails here
-                parent, _, child = name.rpartition(".")
-                setattr(twin.get_submodule(parent), child, small)
+        replace_linears(twin, Int8Linear)
+        for layer in twin.modules():
+            if isinstance(layer, Int8Linear):
+                layer(torch.zeros(1, layer.in_features))  # a torch without this kernel fails here
     except Exception as error:
         raise LoadError(f"The draft model cannot be quantised here: {error}. Use draft_quantize='none'.") from error
     return twin
