@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,18 @@ from outpace.fewrows import FewRowsLinear, twin
 from outpace.models import resolve
 
 pytestmark = pytest.mark.real
+
+
+class Recorder:
+    """Keeps the scores from which every token was chosen."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(scores[0].clone())
+        return scores
+
 
 QUESTIONS = (
     "Repeat this sentence twice: The quick brown fox jumps over the lazy dog near the old river bank.",
@@ -111,3 +124,19 @@ def test_layers_for_few_rows_give_the_text_of_the_stock_model(real: tuple[Any, A
     for drafter in ("none", "suffix+recycle"):
         result = load(other, tokenizer=tokenizer, drafter=drafter).generate(ids, SamplingParams(max_new_tokens=48))
         assert result.tokens == wanted[0, len(ids) :].tolist()
+
+
+def test_bitwise_in_half_precision(real: tuple[Any, Any]) -> None:
+    """Drafts and the lack of them choose from the same bits, in a precision in which passes usually round apart."""
+    model, tokenizer = real
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    found = []
+    for drafter in ("none", "lookup"):
+        recorder = Recorder()
+        params = SamplingParams(max_new_tokens=32, logits_processors=[recorder])
+        engine = load(half, tokenizer=tokenizer, drafter=drafter, k=4, exactness="bitwise")
+        result = engine.generate([{"role": "user", "content": QUESTIONS[0]}], params)
+        found.append((result, torch.stack(recorder.seen)))
+    (plain, bits), (fast, fast_bits) = found
+    assert fast.tokens == plain.tokens and torch.equal(bits, fast_bits)
+    assert len(set(plain.tokens)) > 10 and fast.stats.num_accepted_tokens > 5

@@ -2,9 +2,10 @@
 
 from .drafters.memory import Memory
 from .dropin import Accelerated, accelerate
-from .engine import Engine, EngineOptions
+from .engine import Engine
 from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
 from .loading import load
+from .options import EngineOptions
 from .sampling import SamplingParams
 from .session import Chunk, Result, Stats, TokenLogprob
 

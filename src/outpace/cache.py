@@ -44,8 +44,12 @@ class Cache(Protocol):
         """Free a row. The last row takes its index."""
         ...
 
-    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
-        """The transformers cache for a forward that writes `num_nodes` columns of `rows`, from `starts` on."""
+    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int, columns: int = 0) -> HFCache:
+        """The transformers cache for a forward that writes `num_nodes` columns of `rows`, from `starts` on.
+
+        columns: how many columns attention sees, where that is more than those of the longest row; only where
+        `can_gather`.
+        """
         ...
 
     def keep(self, row: int, path: Sequence[int]) -> None:
@@ -87,8 +91,9 @@ class StateCache:
         self._rows.pop()
         self.lengths.pop()
 
-    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
+    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int, columns: int = 0) -> HFCache:
         (row,), (start,) = rows, starts
+        assert columns in (0, start + num_nodes), "a state has no columns to pad"
         state = self._rows[row]
         state.window.starts, state.window.num_nodes = (start,), num_nodes
         state.window.end = start + num_nodes
@@ -130,8 +135,8 @@ class FirstLayers:
         self.lengths.extend([0] * (row + 1 - len(self.lengths)))
         self.lengths[row] = self._cache.lengths[row]
 
-    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
-        whole = self._cache.open(rows, starts, num_nodes)
+    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int, columns: int = 0) -> HFCache:
+        whole = self._cache.open(rows, starts, num_nodes, columns)
         return HFCache(layers=whole.layers[: self._count])
 
     def keep(self, row: int, path: Sequence[int]) -> None:

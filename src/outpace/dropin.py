@@ -37,6 +37,7 @@ from .engine import Engine
 from .errors import EngineError, InputError
 from .group import RowGroup, as_generate_gives, form_groups
 from .loading import KernelsName, PlannerName
+from .options import Exactness
 from .quantize import DraftQuantize
 from .sampling import SamplingParams
 from .session import Session, Stats
@@ -60,6 +61,7 @@ def accelerate(
     planner: PlannerName | None = None,
     kernels: KernelsName | None = None,
     prefill_chunk: int = 512,
+    exactness: Exactness = "numerical",
 ) -> Accelerated:
     """An object whose `generate` takes and gives what `model.generate` does, in fewer passes over the model.
 
@@ -90,6 +92,7 @@ def accelerate(
         planner=planner,
         kernels=kernels,
         prefill_chunk=prefill_chunk,
+        exactness=exactness,
         applies_generation_config=True,
     )
     return Accelerated(engine)

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .accept import ACCEPTANCES, Acceptance, accept
+from .accept import accept
 from .cache import Cache
-from .drafters.base import DEFAULT_K, Budget, Drafter, NoDrafter
+from .drafters.base import Budget, Drafter, NoDrafter
 from .drafting import Drafting
 from .errors import EngineError, InputError
+from .options import EngineOptions
 from .planner import Planner
 from .probe import Capabilities
 from .request import Prompt, Requests, is_batch_of_prompts, per_prompt
@@ -30,24 +31,7 @@ from .tree import TokenTree
 from .union import UnionDrafter
 from .verify import Verdict
 
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """k: most drafted tokens per round. acceptance: "coupled" (seed-exact), "rejection" (exact in distribution) or
-    "typical" (NOT lossless). prefill_chunk: prompt tokens per forward, which bounds the memory of long prompts."""
-
-    k: int = DEFAULT_K
-    acceptance: Acceptance = "coupled"
-    prefill_chunk: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("k", "prefill_chunk"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
-                remedy = " Use drafter='none' for plain decoding." if name == "k" else ""
-                raise InputError(f"{name} must be a whole number from 1 to 4096, got {value!r}.{remedy}")
-        if self.acceptance not in ACCEPTANCES:
-            raise InputError(f"acceptance must be one of {', '.join(ACCEPTANCES)}, got {self.acceptance!r}.")
+_COLUMN_STEP = 64  # passes that are padded see a multiple of so many keys
 
 
 @dataclass(slots=True)
@@ -259,10 +243,11 @@ class Engine:
             if session.id in trees:
                 tree = trees[session.id]
                 both = tree.after(uncached)
-                blocks.append(Block(session.row, both.tokens, both.parents, num_logits=len(tree)))
+                shape = self._shape(session, self.options.k + 1)
+                blocks.append(Block(session.row, both.tokens, both.parents, num_logits=len(tree), shape=shape))
             elif uncached:
                 chunk = uncached[: self._chunk(session)]
-                blocks.append(Block.chain(session.row, chunk, num_logits=0))
+                blocks.append(Block.chain(session.row, chunk, num_logits=0, shape=self._shape(session, len(chunk))))
             else:  # waits for the other rows of its group
                 continue
             fed.append(session)
@@ -291,7 +276,11 @@ class Engine:
 
     def _ready(self, active: Sequence[Session], behind: dict[int, list[int]]) -> list[Session]:
         """The rows that can be decided in this step: their prompts are read, and so are those of their groups."""
-        late = {session.id for session in active if len(behind[session.id]) > self._chunk(session)}
+        late = {
+            session.id
+            for session in active
+            if len(behind[session.id]) > (0 if self.options.is_bitwise else self._chunk(session))
+        }
         return [
             session
             for session in active
@@ -330,4 +319,12 @@ class Engine:
             depth = max(0, min(depth, self.target.max_positions - len(session.tokens)))
         if not self._cache.can_crop and self._uncached(session):
             depth = 0
-        return Budget(nodes=self.options.k if depth else 0, depth=depth, can_branch=self.target.can_tree)
+        can_branch = self.target.can_tree and not self.options.is_bitwise
+        return Budget(nodes=self.options.k if depth else 0, depth=depth, can_branch=can_branch)
+
+    def _shape(self, session: Session, num_nodes: int) -> tuple[int, int] | None:
+        """What a pass is padded to where bits must be equal: the same with and without drafts."""
+        if not self.options.is_bitwise:
+            return None
+        columns = session.num_prompt_tokens + session.params.max_new_tokens + self.options.k + 1
+        return num_nodes, -(-columns // _COLUMN_STEP) * _COLUMN_STEP

@@ -20,10 +20,12 @@ from .drafters.base import DEFAULT_K, Drafter, NoDrafter
 from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .drafters.texts import TextStore
-from .engine import Engine, EngineOptions
+from .engine import Engine
 from .errors import InputError, LoadError
+from .graphs import FixedPasses
+from .options import EngineOptions, Exactness
 from .planner import PLANNED_K, Planner
-from .probe import probe
+from .probe import has_equal_bits, probe
 from .quantize import DraftQuantize
 from .target import Target
 
@@ -54,6 +56,7 @@ def load(
     acceptance: Acceptance = "coupled",
     planner: PlannerName | None = None,
     kernels: KernelsName | None = None,
+    exactness: Exactness = "numerical",
     profile: str | Path | None = None,
     prefill_chunk: int = 512,
     dtype: str = "auto",
@@ -78,7 +81,7 @@ def load(
     corpus: a file or folder of text to copy drafts from, or a TextStore.
     memory: how many tokens of earlier outputs to copy from, too, or a Memory of them; 0 forgets every request.
     lookahead: (window, n-gram, guesses).
-    acceptance, prefill_chunk: see EngineOptions.
+    acceptance, exactness, prefill_chunk: see EngineOptions.
     planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much as pays, at most k tokens and
         nothing where plain decoding is faster; "off" always drafts k. By default OUTPACE_PLANNER, else "auto".
     kernels: "auto" decodes with linear layers made for few tokens where they are faster on this machine (with the same
@@ -110,7 +113,7 @@ def load(
     if drafter is None and draft_model is None and acceptance != "coupled":
         drafter = "suffix"  # ratio tests take one drafter
     parts = names_of(drafter, draft_options)
-    options = EngineOptions(k=DEFAULT_K if k is None else k, acceptance=acceptance, prefill_chunk=prefill_chunk)
+    options = EngineOptions(DEFAULT_K if k is None else k, acceptance, prefill_chunk, exactness)
     if len(parts) > 1 and acceptance != "coupled":
         raise InputError(f"A union of drafters needs acceptance='coupled', got {acceptance!r}. Name one drafter.")
     planner = _from_environment("planner", planner, get_args(PlannerName))
@@ -121,6 +124,8 @@ def load(
     target = profiling.prepared(target_model) if kernels == "auto" else Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
+    if kernels == "auto" and target.device.type == "cuda" and target.can_tree:
+        target.passes = FixedPasses(is_captured=True)
     if not applies_generation_config:
         _name_unused_defaults(target_model)
     chosen = choose(
@@ -131,12 +136,32 @@ def load(
         lambda name, its_tokenizer: load_model(name, its_tokenizer, dtype, device, progress),
         progress,
     )
+    if options.is_bitwise:
+        _check_bitwise(target, chosen, options.k + 1)
     is_planned = planner == "auto" and acceptance == "coupled" and not isinstance(chosen, NoDrafter)
-    if k is None:
+    is_planned = is_planned and not options.is_bitwise  # every pass costs the same there
+    if k is None and not options.is_bitwise:
         most = PLANNED_K if is_planned and not getattr(chosen, "is_whole", False) else DEFAULT_K
         options = replace(options, k=getattr(chosen, "num_nodes", most))
     plans = Planner(profiling.costs(target, options.k + 1, progress)) if is_planned else None
     return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options, plans)
+
+
+def _check_bitwise(target: Target, drafter: Drafter, num_nodes: int) -> None:
+    if not target.can_tree:
+        raise LoadError(
+            "exactness='bitwise' pads every pass, which this model cannot be given: "
+            f"{target.tree_obstacle or 'its masks were found inexact'}. Leave exactness at 'numerical'."
+        )
+    if getattr(drafter, "needs_trees", False):
+        raise InputError(
+            f"exactness='bitwise' verifies chains, and the drafter {drafter.name!r} needs trees. Use another drafter."
+        )
+    if not has_equal_bits(target, num_nodes):
+        raise LoadError(
+            "exactness='bitwise' does not hold for this model: the bits of a token's scores depend on the tokens "
+            "beside it, as in a mixture of experts. Leave exactness at 'numerical'."
+        )
 
 
 def _from_environment(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:

@@ -8,7 +8,7 @@ block's visibility. Without one, which is the case for every other model and thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from . import tree
 
 # Attention implementations whose masks are tensors, which is what a tree needs. True: additive floats, False: bool.
 _ADDITIVE = {"sdpa": False, "eager": True}
@@ -35,6 +37,29 @@ class Layout:
     query_positions: Tensor
     key_positions: Tensor
     visible: Tensor
+
+
+def layout(
+    query_positions: Tensor, lengths: Sequence[int], forest: Sequence[tuple[Sequence[int], int]], columns: int
+) -> Layout:
+    """The layout of rows whose blocks may be trees and are padded. A padding node sees the context and itself.
+
+    query_positions: [rows, nodes]. lengths: committed columns of each row. forest: (parents, first new node) of each
+    row's block. columns: how many attention sees.
+    """
+    num_rows, num_nodes = query_positions.shape
+    keys = torch.arange(columns).repeat(num_rows, 1)
+    visible = keys[:, None, :] < torch.tensor(lengths)[:, None, None]
+    visible = visible.repeat(1, num_nodes, 1)
+    for row, (length, (parents, first)) in enumerate(zip(lengths, forest, strict=True)):
+        size, start = len(parents), length + first
+        keys[row, length : length + size] = length + torch.tensor(tree.depths(parents))
+        visible[row, : size - first, length : length + size] = torch.from_numpy(tree.ancestors(parents)[first:])
+        padding = torch.arange(size - first, num_nodes)
+        visible[row, padding, start + padding] = True
+        keys[row, start + padding] = start
+    device = query_positions.device
+    return Layout(query_positions, keys.to(device), visible.to(device))
 
 
 _active: ContextVar[Layout | None] = ContextVar("outpace_tree_layout", default=None)

@@ -33,7 +33,13 @@ class Window:
     starts: tuple[int, ...] = ()
     num_nodes: int = 0
     end: int = 0  # columns that attention sees
-    scatter: tuple[Tensor, Tensor] | None = None  # (rows [rows, 1], columns [rows, nodes]) when starts differ
+    scatter: tuple[Tensor, Tensor] | None = None  # (rows [rows, 1], columns [rows, nodes]) when starts may differ
+
+    @property
+    def rows_key(self) -> tuple[int, ...]:
+        """The rows, hashable."""
+        rows = self.rows
+        return (rows.start, rows.stop) if isinstance(rows, slice) else (-1, *rows.tolist())
 
     def scatter_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The scatter indices on a device; copied there once per forward."""
@@ -67,6 +73,12 @@ class RaggedLayer(CacheLayerMixin):
         assert key_states.shape[2] == window.num_nodes, "the model changed the number of tokens"
         self.keys, self.values = (self._grown(buffer, window.end) for buffer in (self.keys, self.values))
         return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def reserve(self) -> None:
+        """Make room for the open window, if there are buffers yet."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = (self._grown(buffer, self.window.end) for buffer in (self.keys, self.values))
 
     def _grown(self, buffer: Tensor, end: int) -> Tensor:
         """The buffer, or a larger one, with room for every row and for the columns before `end`."""
@@ -137,9 +149,13 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache:
-    """Rows of different lengths for models whose layers all keep keys and values per token."""
+    """Rows of different lengths for models whose layers all keep keys and values per token.
+
+    keeps_buffers: they stay where they are when the last row leaves, for passes that were captured with them.
+    """
 
     can_gather = can_crop = can_batch = can_copy = True
+    keeps_buffers = False
 
     def __init__(self, num_layers: int, passive_layers: dict[int, Any]) -> None:
         """passive_layers: layer index -> transformers layer that holds nothing (shared or absent attention)."""
@@ -159,7 +175,7 @@ class RaggedCache:
 
     def drop_row(self, row: int) -> None:
         last = len(self.lengths) - 1
-        if last == 0:
+        if last == 0 and not self.keeps_buffers:
             for layer in self._ragged:
                 layer.clear()
         elif row != last:
@@ -169,18 +185,36 @@ class RaggedCache:
         self.lengths.pop()
         self._window.num_rows = last
 
-    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int) -> HFCache:
+    def open(self, rows: Sequence[int], starts: Sequence[int], num_nodes: int, columns: int = 0) -> HFCache:
         window = self._window
         first = rows[0]
         is_range = list(rows) == list(range(first, first + len(rows)))
         window.rows = slice(first, first + len(rows)) if is_range else torch.tensor(rows)
         window.starts, window.num_nodes = tuple(starts), num_nodes
-        window.end = max(starts) + num_nodes
+        needed = max(starts) + num_nodes
+        assert columns == 0 or columns >= needed, "the block ends beyond the columns"
+        window.end = columns or needed
         window.scatter = None
-        if len(set(starts)) > 1:
-            columns = torch.tensor(starts)[:, None] + torch.arange(num_nodes)
-            window.scatter = (torch.tensor(rows)[:, None], columns)
+        if len(set(starts)) > 1 or columns:
+            places = torch.tensor(starts)[:, None] + torch.arange(num_nodes)
+            window.scatter = (torch.tensor(rows)[:, None], places)
         return self._hf
+
+    @property
+    def scatter(self) -> tuple[Tensor, Tensor] | None:
+        """(rows [rows, 1], columns [rows, nodes]) that the open forward writes; None where they are a slice."""
+        return self._window.scatter
+
+    @scatter.setter
+    def scatter(self, value: tuple[Tensor, Tensor]) -> None:
+        self._window.scatter = value
+
+    def reserve(self) -> tuple[object, ...]:
+        """Make room for the open forward. Returns where the buffers are: captured passes are void once that changes."""
+        for layer in self._ragged:
+            layer.reserve()
+        buffers = [buffer for layer in self._ragged for buffer in (layer.keys, layer.values) if buffer is not None]
+        return (self._window.rows_key, *((buffer.data_ptr(), *buffer.shape[::2]) for buffer in buffers))
 
     def keep(self, row: int, path: Sequence[int]) -> None:
         length = self.lengths[row]

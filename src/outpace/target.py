@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import masks, tree
+from . import graphs, masks, tree
 from .cache import Cache, build_cache
 from .errors import EngineError, InputError, LoadError
+from .graphs import FixedPasses
+from .ragged import RaggedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Block:
 
     row: index in the cache. tokens, parents: [nodes] the row's whole open block; a parent of -1 is the context.
     first: nodes before this one are already in the cache and only attended to. num_logits: for how many of the last
-    nodes logits are wanted.
+    nodes logits are wanted. shape: (new nodes, key columns) to pad to, in a forward of its own; only where the target
+    can take trees.
     """
 
     row: int
@@ -35,11 +38,12 @@ class Block:
     parents: tuple[int, ...]
     first: int = 0
     num_logits: int = 1
+    shape: tuple[int, int] | None = None
 
     @staticmethod
-    def chain(row: int, tokens: Sequence[int], num_logits: int = 1) -> Block:
+    def chain(row: int, tokens: Sequence[int], num_logits: int = 1, shape: tuple[int, int] | None = None) -> Block:
         """A block in which every token follows the one before: committed text that the cache does not hold yet."""
-        return Block(row, tuple(tokens), tuple(range(-1, len(tokens) - 1)), num_logits=num_logits)
+        return Block(row, tuple(tokens), tuple(range(-1, len(tokens) - 1)), num_logits=num_logits, shape=shape)
 
     @property
     def num_new(self) -> int:
@@ -65,7 +69,10 @@ class Target:
     them wrong. tree_obstacle: why they cannot even be tried.
     max_positions: the number of positions the model was built for, or None when it states none.
     model: what is called. original: the user's model, where `model` is a twin with the same parameters.
+    passes: runs small passes in a few fixed shapes, for machines where that is faster.
     """
+
+    passes: FixedPasses | None = None
 
     def __init__(self, model: nn.Module, original: nn.Module | None = None) -> None:
         config: Any = getattr(model, "config", None)
@@ -160,7 +167,10 @@ class Target:
 
     def new_cache(self) -> Cache:
         """An empty cache for this model, which may hold many rows."""
-        return build_cache(self.config)
+        cache = build_cache(self.config)
+        if self.passes is not None and isinstance(cache, RaggedCache):
+            cache.keeps_buffers = self.passes.is_captured
+        return cache
 
     @property
     def device(self) -> torch.device:
@@ -190,6 +200,7 @@ class Target:
         for index in by_size:
             can_join = bool(groups) and self.can_tree and cache.can_batch
             can_join = can_join and is_beyond[groups[-1][0]] == is_beyond[index]
+            can_join = can_join and blocks[index].shape is None and blocks[groups[-1][0]].shape is None
             if can_join and blocks[index].num_new <= max(8, 2 * blocks[groups[-1][0]].num_new):
                 groups[-1].append(index)
             else:
@@ -197,22 +208,23 @@ class Target:
         return [sorted(group, key=lambda index: blocks[index].row) for group in groups]
 
     def _call(self, cache: Cache, blocks: Sequence[Block], hidden_layers: Sequence[int]) -> list[Output]:
-        num_nodes = max(block.num_new for block in blocks)
         lengths = [cache.lengths[block.row] for block in blocks]
         starts = [length + block.first for length, block in zip(lengths, blocks, strict=True)]
+        num_nodes, columns = self._shape(cache, blocks, starts, hidden_layers)
         tokens = [block.tokens[block.first :] + (block.tokens[-1],) * (num_nodes - block.num_new) for block in blocks]
-        depths = [tree.depths(block.parents) for block in blocks]
+        trees = [tree.depths(block.parents) for block in blocks]
         positions = [
-            [length + depth for depth in depth_of[block.first :]] + [start] * (num_nodes - block.num_new)
-            for length, start, depth_of, block in zip(lengths, starts, depths, blocks, strict=True)
+            [length + depth for depth in depths[block.first :]] + [start] * (num_nodes - block.num_new)
+            for length, start, depths, block in zip(lengths, starts, trees, blocks, strict=True)
         ]
-        hf_cache = cache.open([block.row for block in blocks], starts, num_nodes)
-        is_plain = len(set(starts)) == 1 and all(
-            block.num_new == num_nodes and tree.is_chain(block.parents) for block in blocks
+        hf_cache = cache.open([block.row for block in blocks], starts, num_nodes, columns)
+        is_plain = (
+            not columns
+            and len(set(starts)) == 1
+            and all(block.num_new == num_nodes and tree.is_chain(block.parents) for block in blocks)
         )
         assert is_plain or self.can_tree, "only chains may reach a model without tree masks"
         num_logits = max(1, num_nodes - min(block.num_new - block.num_logits for block in blocks))
-        query_positions = torch.tensor(positions, device=self.device)
         if self.model.training or self.original.training:
             raise EngineError("The model was put into training mode: dropout changes its text. Call model.eval().")
         if not is_plain and not masks.can_mask_trees(self._implementation):
@@ -220,48 +232,64 @@ class Target:
                 f"The attention implementation was changed to {self._implementation!r}, which takes no mask that "
                 "can carry a tree. Set it back to sdpa or eager, or load the model again."
             )
-        layout = None if is_plain else self._layout(blocks, lengths, starts, depths, query_positions)
         arguments: dict[str, Any] = {self._cache_keyword: hf_cache, "use_cache": True, "return_dict": True}
-        if self._takes_positions:
-            arguments["position_ids"] = query_positions
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = num_logits
         if hidden_layers:
             arguments["output_hidden_states"] = list(hidden_layers)  # older versions read it as "all layers"
-        with torch.no_grad(), masks.active(layout):
-            result = self.model(input_ids=torch.tensor(tokens, device=self.device), **arguments)
-        logits = result.logits[:, -num_logits:]
+        input_ids, position_ids = (torch.tensor(rows, device=self.device) for rows in (tokens, positions))
+        layout = None
+        if not is_plain:
+            end = columns or max(starts) + num_nodes
+            forest = [(block.parents, block.first) for block in blocks]
+            layout = masks.layout(position_ids, lengths, forest, end)
+
+        def forward(input_ids: Tensor, position_ids: Tensor, layout: masks.Layout | None) -> Any:
+            if self._takes_positions:
+                arguments["position_ids"] = position_ids
+            with torch.no_grad(), masks.active(layout):
+                return self.model(input_ids=input_ids, **arguments)
+
+        if columns and self.passes is not None and isinstance(cache, RaggedCache) and layout is not None:
+            hidden_states: Any = ()
+            logits = self._run_fixed(cache, num_logits, input_ids, layout, forward)
+        else:
+            result = forward(input_ids, position_ids, layout)
+            logits, hidden_states = result.logits[:, -num_logits:], result.hidden_states
         outputs = []
         for index, block in enumerate(blocks):
             end = num_logits - (num_nodes - block.num_new)
-            hidden = {layer: result.hidden_states[layer][index, : block.num_new] for layer in hidden_layers}
+            hidden = {layer: hidden_states[layer][index, : block.num_new] for layer in hidden_layers}
             outputs.append(Output(logits[index, end - block.num_logits : end], hidden))
         return outputs
 
-    def _layout(
-        self,
-        blocks: Sequence[Block],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        depths: Sequence[Sequence[int]],
-        query_positions: Tensor,
-    ) -> masks.Layout:
-        """Positions and visibility of a ragged or tree-shaped call. A padding node sees the context and itself."""
-        num_rows, num_nodes = query_positions.shape
-        columns = max(starts) + num_nodes
-        keys = torch.arange(columns).repeat(num_rows, 1)
-        visible = keys[:, None, :] < torch.tensor(lengths)[:, None, None]
-        visible = visible.repeat(1, num_nodes, 1)
-        for row, (block, length, start) in enumerate(zip(blocks, lengths, starts, strict=True)):
-            size = len(block.tokens)
-            keys[row, length : length + size] = length + torch.tensor(depths[row])
-            seen = torch.from_numpy(tree.ancestors(block.parents)[block.first :])
-            visible[row, : block.num_new, length : length + size] = seen
-            for padding in range(block.num_new, num_nodes):
-                visible[row, padding, start + padding] = True
-                keys[row, start + padding] = start
-        device = query_positions.device
-        return masks.Layout(query_positions, keys.to(device), visible.to(device))
+    def _shape(
+        self, cache: Cache, blocks: Sequence[Block], starts: Sequence[int], hidden_layers: Sequence[int]
+    ) -> tuple[int, int]:
+        """(nodes of each row, columns that attention sees or 0 for as many as there are)."""
+        num_nodes = max(block.num_new for block in blocks)
+        if blocks[0].shape is not None:
+            return blocks[0].shape
+        if self.passes is None or not self.can_tree or hidden_layers or not isinstance(cache, RaggedCache):
+            return num_nodes, 0
+        return graphs.padded(num_nodes, max(starts) + num_nodes) or (num_nodes, 0)
+
+    def _run_fixed(
+        self, cache: RaggedCache, num_logits: int, input_ids: Tensor, layout: masks.Layout, forward: Any
+    ) -> Tensor:
+        """[rows, num_logits, vocab] of a pass whose inputs are tensors that stay in place."""
+        assert self.passes is not None and cache.scatter is not None, "passes of fixed shapes scatter"
+        places = [index.to(self.device) for index in cache.scatter]
+        key = (cache.reserve(), tuple(layout.visible.shape), num_logits)
+
+        def run(inputs: tuple[Tensor, ...]) -> Tensor:
+            cache.scatter = (inputs[4], inputs[5])
+            result = forward(inputs[0], inputs[1], masks.Layout(inputs[1], inputs[2], inputs[3]))
+            logits: Tensor = result.logits[:, -num_logits:]
+            return logits
+
+        inputs = (input_ids, layout.query_positions, layout.key_positions, layout.visible, *places)
+        return self.passes.run(key, inputs, run)
 
 
 def _parts(model: nn.Module) -> list[int]:

@@ -26,6 +26,7 @@ from .options import (
     DraftModel,
     DraftQuantizeOption,
     Dtype,
+    ExactnessOption,
     Json,
     K,
     Lookahead,
@@ -63,6 +64,7 @@ def generate(
     lookahead: Lookahead = None,
     planner: PlannerOption = "auto",
     acceptance: AcceptanceOption = "coupled",
+    exactness: ExactnessOption = "numerical",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS.temperature,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = _DEFAULTS.top_p,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = _DEFAULTS.top_k,
@@ -117,6 +119,7 @@ def generate(
         lookahead=lookahead,
         planner=planner,
         acceptance=acceptance,
+        exactness=exactness,
         dtype=dtype,
         device=device,
     )

@@ -17,6 +17,7 @@ from ..choosing import DRAFTERS, Vocabularies
 from ..engine import Engine
 from ..loading import DtypeName, PlannerName, load
 from ..models import progress_bar
+from ..options import Exactness
 from ..prompts import NamedPrompt
 from ..quantize import DraftQuantize
 from ..request import Prompt
@@ -81,6 +82,14 @@ AcceptanceOption = Annotated[
         "--acceptance",
         help="coupled: the same text as without drafts, for every seed. rejection: exact in distribution. "
         "typical: NOT lossless.",
+    ),
+]
+ExactnessOption = Annotated[
+    Exactness,
+    typer.Option(
+        "--exactness",
+        help="numerical: texts equal up to ties, where two choices are nearer than rounding. bitwise: passes of one "
+        "fixed shape, so that they are equal bit by bit; plain passes then cost as much as those with drafts.",
     ),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="Precision of the weights; auto: float32 on CPU, as stored elsewhere.")]

@@ -24,6 +24,7 @@ from .options import (
     DraftModel,
     DraftQuantizeOption,
     Dtype,
+    ExactnessOption,
     Json,
     K,
     Lookahead,
@@ -49,6 +50,7 @@ def verify(
     draft_quantize: DraftQuantizeOption = "auto",
     corpus: Corpus = None,
     lookahead: Lookahead = None,
+    exactness: ExactnessOption = "numerical",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
@@ -84,6 +86,7 @@ def verify(
         corpus=corpus,
         lookahead=lookahead,
         acceptance="coupled",
+        exactness=exactness,
         planner="off",  # what is checked are drafts: make as many as possible
         dtype=dtype,
         device=device,
