@@ -6,6 +6,7 @@ is compared with scores from a forward without any cache and with cuts computed 
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor
 import outpace
 from outpace import Result, audit, noise
 from outpace.audit import Difference
+from outpace.drafters.suffix import SuffixDrafter
 from outpace.engine import Engine
 from outpace.sampling import SamplingParams
+from outpace.target import Target
 from outpace.testing.drafters import random_trees
 from outpace.testing.models import PROMPTS, noisy_copy, scores, tiny_model
 
@@ -323,3 +326,21 @@ def test_every_difference_of_a_half_precision_model_is_a_tie(dtype: str, samplin
         accepted += result.stats.num_accepted_tokens
         rejected += result.stats.num_rejected_tokens
     assert accepted >= 200 and rejected >= 200
+
+
+def test_other_layers_are_judged_against_the_model_itself(model: Any) -> None:
+    """A twin that computes something else agrees with itself, and is a bug against the stock model."""
+    wrong = Target(noisy_copy(model), model)
+    right = Target(copy.deepcopy(model), model)
+    params = SamplingParams(max_new_tokens=30)
+    for target, is_right in ((wrong, False), (right, True)):
+        plain = outpace.load(model, drafter="none")
+        engine = Engine(target, SuffixDrafter(), None, (), plain.capabilities)
+        own = audit.compare(engine, MIXED, params, ROUNDING)
+        assert own.difference is None
+        stock = audit.compare_stock(engine, MIXED, params, own.speculative, ROUNDING)
+        assert stock.plain.tokens == plain.generate(MIXED, params).tokens
+        assert (stock.difference is None) == is_right
+        assert is_right or not stock.difference.is_tie  # type: ignore[union-attr]
+        rounding = audit.measure_rounding(target, MIXED, reference=Target(model))
+        assert (rounding < NEAR) == is_right

@@ -265,9 +265,9 @@ def test_json_is_one_object_with_the_result_and_its_stats(
 @pytest.mark.parametrize("k", [1, 5])
 def test_k_from_the_command_line_is_k_of_the_library(k: int, folders: dict[str, Path]) -> None:
     """As many target passes as in the library."""
-    drafts = ("--draft-model", folders["noisy"], "--k", k)
+    drafts = ("--draft-model", folders["noisy"], "--k", k, "--draft-quantize", "none")  # auto goes by the clock
     result = read(run("generate", PROMPT, "-m", folders["target"], "-n", 30, "--json", *drafts))["outpace"]
-    library = outpace.load(folders["target"], draft_model=folders["noisy"], k=k)
+    library = outpace.load(folders["target"], draft_model=folders["noisy"], k=k, draft_quantize="none")
     expected = library.generate(CHAT, SamplingParams(max_new_tokens=30))
     assert result["tokens"] == expected.tokens
     assert result["stats"]["num_verifications"] == expected.stats.num_verifications

@@ -58,6 +58,16 @@ def compare(engine: Engine, prompt: Prompt, params: SamplingParams, rounding: fl
     return Comparison(plain, speculative, find_difference(engine, plain, speculative, params, rounding))
 
 
+def compare_stock(
+    engine: Engine, prompt: Prompt, params: SamplingParams, speculative: Result, rounding: float
+) -> Comparison:
+    """The same against the user's model itself, where the engine decodes with other layers. speculative: what the
+    engine gave for this prompt. rounding: against the stock model."""
+    stock = engine.without_drafts(is_stock=True)
+    plain = stock.generate(prompt, replace(params, seed=speculative.seed))
+    return Comparison(plain, speculative, find_difference(stock, plain, speculative, params, rounding))
+
+
 def find_difference(
     engine: Engine, plain: Result, speculative: Result, params: SamplingParams, rounding: float
 ) -> Difference | None:
@@ -117,14 +127,17 @@ def _distance_to_cut(scores: Tensor, params: SamplingParams, token: int) -> floa
     return min(distances)
 
 
-def measure_rounding(target: Target, text: Sequence[int], block: int = 8, num_blocks: int = 4) -> float:
+def measure_rounding(
+    target: Target, text: Sequence[int], block: int = 8, num_blocks: int = 4, reference: Target | None = None
+) -> float:
     """The largest difference in logits between a block of tokens and the same tokens one at a time, on this text.
 
     This is what "block rounding error" means: of this model, dtype and device, in blocks of `block` tokens. It is at
     least one unit in the last place of the largest logit: the smallest difference before can move one that far.
+    reference: a target with other layers, whose single tokens are taken.
     """
     total = min(len(text) - 1, block * num_blocks)
-    single = _plain_logits(target, text, total)
+    single = _plain_logits(reference or target, text, total)
     worst = torch.finfo(target.dtype).eps * float(single.abs().max())
     cache = target.new_cache()
     row = cache.add_row()

@@ -114,9 +114,14 @@ class Engine:
         """The token ids of a prompt: text as it is, chat messages through the tokenizer's template."""
         return self.requests.encode(prompt)
 
-    def without_drafts(self) -> Engine:
-        """An engine of the same model that decodes plainly: the baseline of comparisons."""
-        return Engine(self.target, NoDrafter(), self.tokenizer, self.end_ids, self.capabilities, self.options)
+    def without_drafts(self, is_stock: bool = False) -> Engine:
+        """An engine of the same model that decodes plainly: the baseline of comparisons. is_stock: with the user's
+        model itself, where this engine decodes with other layers."""
+        target = self.target
+        if is_stock and target.model is not target.original:
+            target = Target(target.original)
+            target.can_tree = self.target.can_tree
+        return Engine(target, NoDrafter(), self.tokenizer, self.end_ids, self.capabilities, self.options)
 
     # ---------------------------------------------------------------- rows
 

@@ -67,7 +67,8 @@ def verify(
     """Decode with and without drafts, greedy and sampled, and judge the first difference: a tie or a bug.
 
     A tie is a difference between two choices whose scores are nearer to each other than the rounding error of a block
-    of tokens on this model, precision and device, which is measured first. Exit status 1 if there is a bug.
+    of tokens on this model, precision and device, which is measured first. Where outpace decodes with layers of its
+    own, the texts are compared with those of the stock model, too. Exit status 1 if there is a bug.
     """
     chosen = list(BUILT_IN) if prompts is None else read_prompts(prompts)
     chosen = chosen[:limit]
@@ -91,7 +92,8 @@ def verify(
         dtype=dtype,
         device=device,
     )
-    rounding = _measure(engine, chosen[0], max_new_tokens)
+    is_stock = engine.target.model is engine.target.original
+    rounding, stock_rounding = _measure(engine, chosen[0], max_new_tokens)
     kept: list[dict[str, Any]] = []
     with counting_bar() as bar:
         task = bar.add_task("verifying", total=len(chosen) * len(settings))
@@ -99,6 +101,10 @@ def verify(
             for name, params in settings:
                 comparison = audit.compare(engine, usable(engine, prompt), params, rounding)
                 kept.append(_row(prompt.name, name, comparison))
+                if not is_stock:
+                    request, text = usable(engine, prompt), comparison.speculative
+                    comparison = audit.compare_stock(engine, request, params, text, stock_rounding)
+                    kept.append(_row(prompt.name, f"{name}, stock", comparison))
                 bar.advance(task)
     num_bugs = sum(row["verdict"] == "bug" for row in kept)
     if as_json:
@@ -109,11 +115,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _measure(engine: Engine, prompt: NamedPrompt, max_new_tokens: int) -> float:
-    """The block rounding error on text that this model writes itself, and on the prompt where that is shorter."""
+def _measure(engine: Engine, prompt: NamedPrompt, max_new_tokens: int) -> tuple[float, float]:
+    """The block rounding error on text that this model writes itself, and on the prompt where that is shorter; and the
+    same against the stock model. Where bits are equal, nothing rounds."""
     params = SamplingParams(max_new_tokens=min(33, max_new_tokens))
     plain = engine.without_drafts().generate(usable(engine, prompt), params)
-    return audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens)
+    text = plain.prompt_tokens + plain.tokens
+    rounding = stock_rounding = audit.measure_rounding(engine.target, text)
+    stock = engine.without_drafts(is_stock=True).target
+    if stock is not engine.target:
+        stock_rounding = max(rounding, audit.measure_rounding(engine.target, text, reference=stock))
+    return (0.0 if engine.options.is_bitwise else rounding), stock_rounding
 
 
 def _row(prompt: str, setting: str, comparison: audit.Comparison) -> dict[str, Any]:
