@@ -285,12 +285,25 @@ def test_a_union_with_a_draft_model(model: Any) -> None:
 
 
 def test_counts_pull_a_claim_to_what_was_seen() -> None:
-    calibration = Calibration()
+    calibration = Calibration(trust=1.0)
     assert calibration.chance("suffix m2", 1, 0.9) == pytest.approx(0.9)
-    for _ in range(100):
-        calibration.count("suffix m2", 1, is_hit=False)
+    for index in range(100):
+        calibration.count("suffix m2", 1, is_hit=False, own=0.9)
+        calibration.count("suffix m9", 1, is_hit=index % 10 > 0, own=0.9)
     assert calibration.chance("suffix m2", 1, 0.9) < 0.06
-    assert calibration.chance("suffix m2", 2, 0.9) == pytest.approx(0.9), "depths are counted apart"
+    assert calibration.chance("suffix m9", 1, 0.5) == pytest.approx(0.9, abs=0.05)
+    assert calibration.chance("suffix m2", 2, 0.9) > 5 * calibration.chance("suffix m2", 1, 0.9), "by depth"
+
+
+def test_a_new_kind_of_a_drafter_that_promises_too_much_is_not_hoped_for() -> None:
+    calibration = Calibration(trust=0.7)
+    assert calibration.chance("suffix m2", 1, 0.9) == pytest.approx(0.63)
+    for _ in range(50):
+        calibration.count("suffix m2", 1, is_hit=False, own=0.8)
+        calibration.count("recycle r0", 1, is_hit=True, own=0.5)
+    assert calibration.chance("suffix m8", 1, 0.9) < 0.05
+    assert calibration.chance("recycle r1", 1, 0.4) == pytest.approx(0.8, abs=0.05)
+    assert calibration.chance("other", 1, 0.9) == pytest.approx(0.63)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ MARGIN = 1.03  # drafting goes on only where it is this much faster
 _FADE = 0.95  # weight of the past in running means, per round
 _SLOW_FADE, _PROMISED = 0.98, 4.0  # of kept and promised tokens; how many are believed in beforehand
 _FIRST_DEPTH = 4  # of the first draft, whose cost is not known
+_PATIENCE, _MOST_SKIPPED = 4, 3  # drafts in a row that were cut to nothing until one is skipped; skipped at most
 _CHEAP = 0.03  # drafting below this share of a plain pass needs no switch: its trees are cut where they do not pay
 _MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
 _PLAIN_EVERY = 64  # rounds, at most, without a look at what a plain pass costs now: contexts grow
@@ -32,7 +33,8 @@ class _State:
     expected, spent: tokens per row and time of drafted rounds, fading; draft_seconds, draft_depth: means of drafting
     alone. kept, promised: drafted tokens that were accepted, and that should have been by their values, fading. lost:
     time lost to drafts, against plain decoding, since they last paid; pause: rounds until they are tried again.
-    since_plain: rounds since the last plain one.
+    since_plain: rounds since the last plain one. idle: drafts in a row of which nothing was worth verifying; skip:
+    rounds until the next draft.
     """
 
     kept: float
@@ -44,6 +46,8 @@ class _State:
     lost: float = 0.0
     pause: int = 0
     since_plain: int = 0
+    idle: int = 0
+    skip: int = 0
 
 
 class Planner:
@@ -66,7 +70,8 @@ class Planner:
             if state.pause == 0:
                 state.expected = state.spent = state.lost = 0.0
             return [replace(budget, nodes=0, depth=0) for budget in budgets]
-        if state.since_plain >= _PLAIN_EVERY:
+        if state.skip > 0 or state.since_plain >= _PLAIN_EVERY:
+            state.skip = max(0, state.skip - 1)
             return [replace(budget, nodes=0, depth=0) for budget in budgets]
         if state.draft_depth == 0:
             return [replace(budget, depth=min(budget.depth, _FIRST_DEPTH)) for budget in budgets]
@@ -94,6 +99,10 @@ class Planner:
             speed = expected / (draft_seconds + self.costs.seconds(num_rows, size + 1))
             if speed > best:
                 best, chosen = speed, size
+        state = self._state(num_rows)
+        is_cheap = draft_seconds < _CHEAP * self.costs.seconds(num_rows, 1)  # dear ones are switched off altogether
+        state.idle = state.idle + 1 if chosen == 0 and is_cheap else 0
+        state.skip = min(_MOST_SKIPPED, state.idle // _PATIENCE)
         return [tree.best(chosen) for tree in trees]
 
     def observe(

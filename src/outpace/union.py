@@ -20,28 +20,42 @@ from .session import Session
 from .tree import TokenTree
 
 _DEEPEST = 8  # deeper nodes are counted together
+_DOUBT = 2.0  # promised tokens that the first trust in a drafter is worth
 
 
 class Calibration:
     """How often nodes of a kind were the target's token, given that their parents were; older counts fade.
 
+    A kind that was seldom seen is believed what its drafter says of it, as far as the drafter was right so far: a new
+    kind of a drafter that promises too much is not hoped for again. The first word of a kind names its drafter.
+
     half_life: labels of a kind after which a count has half its weight. prior: how many labels the drafter's own
-    estimate is worth.
+    estimate is worth. trust: in a drafter of which nothing is known.
     """
 
-    def __init__(self, half_life: float = 200.0, prior: float = 4.0) -> None:
-        self._fade, self._prior = 0.5 ** (1 / half_life), prior
+    def __init__(self, half_life: float = 200.0, prior: float = 4.0, trust: float = 0.7) -> None:
+        self._fade, self._prior, self._trust = 0.5 ** (1 / half_life), prior, trust
         self._counts: dict[tuple[str, int], tuple[float, float]] = {}  # kind, depth -> hits, labels
+        self._drafters: dict[str, tuple[float, float]] = {}  # drafter -> hits, hits that it promised
 
     def chance(self, kind: str, depth: int, own: float) -> float:
         """The probability that a node of this kind is accepted if its parent is. own: what its drafter says."""
         hits, labels = self._counts.get((kind, min(depth, _DEEPEST)), (0.0, 0.0))
-        return (hits + self._prior * own) / (labels + self._prior)
+        kept, promised = self._drafters.get(_drafter(kind), (0.0, 0.0))
+        believed = min(1.0, own * (kept + self._trust * _DOUBT) / (promised + _DOUBT))
+        return (hits + self._prior * believed) / (labels + self._prior)
 
-    def count(self, kind: str, depth: int, is_hit: bool) -> None:
-        key = (kind, min(depth, _DEEPEST))
+    def count(self, kind: str, depth: int, is_hit: bool, own: float) -> None:
+        """One label; own: what the drafter said."""
+        key, name = (kind, min(depth, _DEEPEST)), _drafter(kind)
         hits, labels = self._counts.get(key, (0.0, 0.0))
         self._counts[key] = (hits * self._fade + is_hit, labels * self._fade + 1)
+        kept, promised = self._drafters.get(name, (0.0, 0.0))
+        self._drafters[name] = (kept * self._fade + is_hit, promised * self._fade + own)
+
+
+def _drafter(kind: str) -> str:
+    return kind.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +100,8 @@ class UnionDrafter:
                 hit = 0
                 for child in children[node]:
                     is_hit = tree.tokens[child] == token
-                    self.calibration.count(tree.source[child], depth, is_hit)
+                    own = tree.value[child] / tree.value[node] if tree.value[node] > 0 else 0.0
+                    self.calibration.count(tree.source[child], depth, is_hit, own)
                     hit = child if is_hit else hit
                 if hit == 0:
                     break
