@@ -145,6 +145,16 @@ def test_cheap_drafts_that_never_pay_are_made_less_often() -> None:
     assert world.planner.is_on(1)
 
 
+def test_what_is_too_dear_even_if_every_guess_was_right_is_never_tried() -> None:
+    """A drafter as large as the target: its first draft alone would cost several passes."""
+    costs = CostCurve({(1, n): _line(0.1)(n) for n in (1, 2, 4, 8, 16, 17)})
+    for level, is_on in ((1.0, False), (0.9, False), (0.3, True), (0.001, True)):
+        planner = Planner(costs, level_seconds=level)
+        assert planner.is_on(1) == is_on
+        (budget,) = planner.budgets([Budget(16, 16, True)])
+        assert (budget.nodes > 0) == is_on
+
+
 def test_drafts_that_are_skipped_are_taken_up_within_a_few_rounds() -> None:
     world = _World(_line(0.1), 0.02, lambda index: 0.0 if index < 100 else 0.9)
     world.run(100)

@@ -28,7 +28,7 @@ class Drafting:
         self._is_whole = getattr(drafter, "is_whole", False)
         self._seconds = 0.0  # of the last drafts
         self._depth = 0  # of the deepest of them
-        self._is_off = False  # whether nothing is drafted at present
+        self._is_idle = False  # whether nothing was asked for in this round
         self._shown = 0.0  # seconds that the drafter took to look at the last scores
         self._observer = drafter if isinstance(drafter, Observer) else None
         self._warned: set[str] = set()
@@ -37,7 +37,7 @@ class Drafting:
         """One checked tree per session; a single node where the budget is empty or the draft is bad."""
         if self.planner is None or not sessions:
             return self._trees(sessions, budgets)
-        self._is_off = not self.planner.is_on(len(sessions))
+        is_off = not self.planner.is_on(len(sessions))
         planned = self.planner.budgets(budgets)
         if self._is_whole:
             planned = [replace(budget, least_value=0.0) for budget in planned]
@@ -46,7 +46,8 @@ class Drafting:
         is_drafted = any(budget.nodes for budget in planned)
         self._seconds = time.perf_counter() - begin if is_drafted else 0.0
         self._depth = max(max(tree.depths()) for tree in trees)
-        if self._is_off:
+        self._is_idle = not is_drafted
+        if is_off:
             for session, budget in zip(sessions, budgets, strict=True):
                 session.stats.num_rounds_switched_off += budget.nodes > 0
         return self.planner.cut(trees, self._seconds) if is_drafted and not self._is_whole else trees
@@ -78,10 +79,10 @@ class Drafting:
         return list(trees.values())
 
     def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
-        """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree; not while
-        drafts are switched off, as looking takes time."""
+        """Show a drafter that wants to see them the target's scores, [nodes, vocab] of each verified tree; not in
+        rounds that the planner leaves without drafts, as looking takes time."""
         self._shown = 0.0
-        if self._observer is not None and not self._is_off:
+        if self._observer is not None and not self._is_idle:
             begin = time.perf_counter()
             try:
                 self._observer.observe(sessions, trees, logits)

@@ -143,7 +143,10 @@ def load(
     if k is None and not options.is_bitwise:
         most = PLANNED_K if is_planned and not getattr(chosen, "is_whole", False) else DEFAULT_K
         options = replace(options, k=getattr(chosen, "num_nodes", most))
-    plans = Planner(profiling.costs(target, options.k + 1, progress)) if is_planned else None
+    plans = None
+    if is_planned:
+        level_seconds = float(getattr(chosen, "level_seconds", 0.0))
+        plans = Planner(profiling.costs(target, options.k + 1, progress), level_seconds=level_seconds)
     return Engine(target, chosen, tokenizer, _end_ids(target_model, tokenizer), capabilities, options, plans)
 
 

@@ -7,6 +7,7 @@ model goes and whether to draft at all. Nothing here can change a text. Knows no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,9 @@ MARGIN = 1.03  # drafting goes on only where it is this much faster
 _FADE = 0.95  # weight of the past in running means, per round
 _SLOW_FADE, _PROMISED = 0.98, 4.0  # of kept and promised tokens; how many are believed in beforehand
 _FIRST_DEPTH = 4  # of the first draft, whose cost is not known
-_PATIENCE, _MOST_SKIPPED = 4, 3  # drafts in a row that were cut to nothing until one is skipped; skipped at most
+_PATIENCE, _MOST_SKIPPED = 4, 7  # drafts in a row that were cut to nothing until one is skipped; skipped at most
 _CHEAP = 0.03  # drafting below this share of a plain pass needs no switch: its trees are cut where they do not pay
+_DEPTHS = (1, 2, 4, 8, 16, 32)  # of drafts, at which the best case is looked at
 _MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
 _PLAIN_EVERY = 64  # rounds, at most, without a look at what a plain pass costs now: contexts grow
 _LOST_SHARE = 0.015  # of the time in which they are off, until they are tried again
@@ -52,15 +54,26 @@ class _State:
 
 class Planner:
     """Plans the rounds of one engine. costs: of its target. honest: the share of promised tokens that is expected to be
-    kept before any were counted."""
+    kept before any were counted. level_seconds: what a token of depth costs to draft, where that is known before."""
 
-    def __init__(self, costs: CostCurve, honest: float = 0.5) -> None:
-        self.costs, self._honest = costs, honest
+    def __init__(self, costs: CostCurve, honest: float = 0.5, level_seconds: float = 0.0) -> None:
+        self.costs, self._honest, self._level_seconds = costs, honest, level_seconds
         self._states: dict[int, _State] = {}
 
     def is_on(self, num_rows: int) -> bool:
         """Whether rounds of this many rows are drafted at present."""
-        return self._state(num_rows).pause == 0
+        return self._state(num_rows).pause == 0 and self._best_case(num_rows) >= MARGIN
+
+    def _best_case(self, num_rows: int) -> float:
+        """The speed against plain decoding if every guess was right: what is too dear then is not even tried."""
+        level, plain = self._per_level(num_rows), self.costs.seconds(num_rows, 1)
+        if level < _CHEAP * plain:
+            return math.inf
+        return max((d + 1) * plain / (d * level + self.costs.seconds(num_rows, d + 1)) for d in _DEPTHS)
+
+    def _per_level(self, num_rows: int) -> float:
+        state = self._state(num_rows)
+        return state.draft_seconds / max(1.0, state.draft_depth)
 
     def budgets(self, budgets: Sequence[Budget]) -> list[Budget]:
         """What each row may draft: nothing while drafting does not pay, and nothing that is too improbable to pay."""
@@ -69,6 +82,8 @@ class Planner:
             state.pause -= 1
             if state.pause == 0:
                 state.expected = state.spent = state.lost = 0.0
+            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+        if not self.is_on(num_rows):
             return [replace(budget, nodes=0, depth=0) for budget in budgets]
         if state.skip > 0 or state.since_plain >= _PLAIN_EVERY:
             state.skip = max(0, state.skip - 1)
@@ -80,10 +95,9 @@ class Planner:
 
     def _least_value(self, num_rows: int, nodes: int) -> float:
         """A node pays where its chance of acceptance, over its own cost, exceeds the speed without it."""
-        state, plain = self._state(num_rows), self.costs.seconds(num_rows, 1)
-        per_level = state.draft_seconds / max(1.0, state.draft_depth)
+        plain = self.costs.seconds(num_rows, 1)
         per_node = max(0.0, self.costs.seconds(num_rows, nodes + 1) - plain) / max(1, nodes)
-        return max(1.0, self.gain(num_rows)) * (per_level + per_node) / plain
+        return max(1.0, self.gain(num_rows)) * (self._per_level(num_rows) + per_node) / plain
 
     def cut(self, trees: Sequence[TokenTree], draft_seconds: float) -> list[TokenTree]:
         """The trees without the nodes that cost more than they promise: each keeps its n best, one n for all rows.
@@ -150,7 +164,13 @@ class Planner:
 
     def _state(self, num_rows: int) -> _State:
         """Batches of 1, 2 to 3, 4 to 7, ... rows are judged together."""
-        return self._states.setdefault(num_rows.bit_length(), _State(self._honest * _PROMISED))
+        key = num_rows.bit_length()
+        if key not in self._states:
+            known = self._level_seconds > 0
+            self._states[key] = _State(
+                self._honest * _PROMISED, draft_seconds=self._level_seconds, draft_depth=float(known)
+            )
+        return self._states[key]
 
 
 def _faded(mean: float, value: float) -> float:

@@ -7,6 +7,7 @@ tree must get the scores that decoding its path one token at a time gives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,3 +172,14 @@ def _block(
         _feed(target, cache, row, context)
         blocks.append(Block(row, tuple(drafts), tuple(parents), num_logits=len(parents)))
     return [output.logits.to(torch.float64) for output in target.forward(cache, blocks)]
+
+
+def token_seconds(target: Target) -> float:
+    """The time of one token behind a short text."""
+    cache = target.new_cache()
+    row = cache.add_row()
+    target.forward(cache, [Block.chain(row, [0] * 16)])
+    cache.keep(row, range(16))
+    begin = time.perf_counter()
+    target.forward(cache, [Block.chain(row, [0])])
+    return time.perf_counter() - begin

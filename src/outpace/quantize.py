@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LoadError
-from .target import Block, Target
+from .probe import token_seconds
+from .target import Target
 
 DraftQuantize = Literal["auto", "int8", "none"]
 _NUM_TIMED = 3
@@ -78,21 +78,10 @@ def faster(target: Target) -> Target | None:
         return None
     try:
         small = Target(quantized(target.original))
-        _seconds(small), _seconds(target)  # warm-up
-        turns = [(_seconds(small), _seconds(target)) for _ in range(_NUM_TIMED)]
+        token_seconds(small), token_seconds(target)  # warm-up
+        turns = [(token_seconds(small), token_seconds(target)) for _ in range(_NUM_TIMED)]
     except Exception as error:  # kernels that are not there, a model that is quantised already
         _log.info("The draft model stays as it is: %s", error)
         return None
     ours, theirs = (min(times) for times in zip(*turns, strict=True))
     return small if ours < _CLEARLY * theirs else None
-
-
-def _seconds(target: Target) -> float:
-    """The time of one token behind a short text."""
-    cache = target.new_cache()
-    row = cache.add_row()
-    target.forward(cache, [Block.chain(row, [0] * 16)])
-    cache.keep(row, range(16))
-    begin = time.perf_counter()
-    target.forward(cache, [Block.chain(row, [0])])
-    return time.perf_counter() - begin

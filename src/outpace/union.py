@@ -76,6 +76,10 @@ class UnionDrafter:
         self._sources = [Drafting(source, vocab_size) for source in sources]
         self._last: dict[int, _Last] = {}
 
+    @property
+    def level_seconds(self) -> float:
+        return sum(getattr(source, "level_seconds", 0.0) for source in self.sources)
+
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
         for session in sessions:
             self._learn(session)

@@ -36,8 +36,9 @@ class Drafter(Protocol):
 
     Optional: `observe` (see `Observer`); `needs_trees = True` for a drafter that is useless where only chains can be
     verified; `num_nodes`, the drafted nodes per round that it wants by default; `is_whole = True` for one whose trees
-    only make sense whole, so that they are neither cut nor joined with those of others; `attach(cache)`, called once
-    with the target's cache by a drafter's engine.
+    only make sense whole, so that they are neither cut nor joined with those of others; `level_seconds`, what a token
+    of depth costs to draft, where that is known before; `attach(cache)`, called once with the target's cache by a
+    drafter's engine.
     """
 
     name: str

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import noise, sampling
 from ..cache import Cache
 from ..errors import InputError
+from ..probe import token_seconds
 from ..session import Session
 from ..target import Block, Target
 from ..tree import TokenTree
@@ -108,6 +109,11 @@ class ModelDrafter:
         self._cache: Cache = draft.new_cache()
         self._drafts: dict[int, RowDraft] = {}
         self._warned = False
+
+    @property
+    def level_seconds(self) -> float:
+        """What drafting one token takes, measured here and now."""
+        return min(token_seconds(self._draft) for _ in range(3))
 
     def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
         try:
