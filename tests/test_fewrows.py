@@ -121,6 +121,7 @@ def test_without_a_compiler_everything_stays_as_it_was(monkeypatch: pytest.Monke
         for compiler in ("/nothing/here", "false"):
             monkeypatch.setenv("CXX", compiler)
             assert fewrows.kernel() is None and fewrows.twin(tiny_model("llama")) is None
+            assert compiler in str(fewrows.obstacle())
             fewrows.kernel.cache_clear()
             engine = load(tiny_model("llama"), kernels="auto")
             assert engine.generate(list(PROMPTS[0]), SamplingParams(max_new_tokens=4)).tokens

@@ -107,6 +107,17 @@ def kernel() -> Kernel | None:
     return function
 
 
+def obstacle() -> str | None:
+    """Why there is no kernel here; None where there is one."""
+    if kernel() is not None:
+        return None
+    try:
+        _library()
+    except Exception as error:
+        return str(error)
+    return "the kernel gives wrong numbers on this machine"
+
+
 def _library() -> Path:
     """The path of the shared library, compiled if this machine has not done it yet."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
