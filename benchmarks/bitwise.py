@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from tasks import chosen
-
 import outpace
 from outpace import SamplingParams
+from outpace.bench.suites import chosen
 from outpace.cli.options import counting_bar, quiet_transformers
 
 

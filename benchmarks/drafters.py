@@ -17,10 +17,9 @@ import itertools
 import json
 from typing import Any
 
-from tasks import chosen
-
 import outpace
 from outpace import SamplingParams
+from outpace.bench.suites import chosen
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
 from outpace.prompts import NamedPrompt

@@ -17,14 +17,11 @@ from typing import Any
 
 import outpace
 from outpace import SamplingParams
+from outpace.bench.suites import edit_prompt, edited_file
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
 
-FILE = Path(__file__).parent / "edit" / "inventory.py"
-TASK = (
-    "In the file below, change the method low_stock: it shall return the items sorted by quantity, the smallest first. "
-    "Return the whole file and nothing else, with everything else unchanged.\n\n```python\n{}```"
-)
+NAME, TASK = "sort", "change the method low_stock: it shall return the items sorted by quantity, the smallest first"
 
 
 def main() -> None:
@@ -40,8 +37,7 @@ def main() -> None:
     quiet_transformers()
     with progress_bar() as progress:
         plain = outpace.load(args.model, drafter="none", progress=progress)
-    source = FILE.read_text(encoding="utf-8")
-    prompt = [{"role": "user", "content": TASK.format(source)}]
+    source, prompt = edited_file(), edit_prompt(NAME, TASK).prompt
     params = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature, seed=1)
     base = plain.generate(prompt, params) if args.plain else None
     rows: list[dict[str, Any]] = []

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tasks import chosen
 
 import outpace
 from outpace import SamplingParams
+from outpace.bench.suites import chosen
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
 

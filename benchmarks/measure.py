@@ -23,12 +23,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import tasks
 import torch
 import transformers
 
 import outpace
 from outpace import SamplingParams, audit
+from outpace.bench import suites
 from outpace.cli.options import quiet_transformers
 from outpace.models import progress_bar
 from outpace.prompts import NamedPrompt
@@ -194,7 +194,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     categories = args.categories.split(",") if args.categories else None
-    chosen = tasks.chosen([args.prompts], args.per_category, categories=categories)
+    chosen = suites.chosen([args.prompts], args.per_category, categories=categories)
     found, plain = engines(args)
     plain.generate(plain.encode(chosen[0].prompt), SamplingParams(max_new_tokens=8))  # warm-up
     report: dict[str, Any] = {

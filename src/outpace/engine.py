@@ -271,7 +271,7 @@ class Engine:
             elif session.id in verdicts:
                 tree, path = trees[session.id], verdicts[session.id].path
                 shift = len(block.tokens) - len(tree)
-                session.stats.count_round(tree.depths(), len(path) - 1)
+                session.stats.count_round(tree, path)
                 self._cache.keep(block.row, [*range(shift), *(node + shift for node in path)])
 
     def _chunk(self, session: Session) -> int:

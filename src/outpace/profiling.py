@@ -135,13 +135,23 @@ def facts(target: Target) -> dict[str, str]:
     return {
         "model": f"{type(target.model).__name__} {shape}",
         "layers": hashlib.sha256(" ".join(layers).encode()).hexdigest()[:8],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} {platform.processor()}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "processor": _processor(),
         "machine": f"{platform.node()} {platform.machine()}",
         "dtype": str(target.dtype),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def keep(target: Target, curve: CostCurve) -> None:

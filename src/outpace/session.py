@@ -39,7 +39,9 @@ class Stats:
     num_rounds_without_draft: verifications of a single node; num_rounds_switched_off: those of them in which nothing
     was asked for, as drafting did not pay. num_draft_failures: drafts thrown away because the
     drafter raised or broke its contract. drafted_by_depth, accepted_by_depth: [depth] rounds in which a node of that
-    depth was drafted / kept. prefill_seconds: until the first token; decode_seconds: from there to the end.
+    depth was drafted / kept. drafted_by_source, accepted_by_source: nodes, by the drafter that proposed them.
+    passes_by_nodes: verifications, by the nodes of their trees. prefill_seconds: until the first token; decode_seconds:
+    from there to the end.
     """
 
     acceptance: str = "coupled"
@@ -56,6 +58,9 @@ class Stats:
     num_draft_failures: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    passes_by_nodes: dict[int, int] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -73,8 +78,14 @@ class Stats:
         """Tokens after the first one over the time they took."""
         return (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
-    def count_round(self, depths: Sequence[int], num_accepted: int) -> None:
-        """Count one verification. depths: of every node of the tree; num_accepted: drafts that were kept."""
+    def count_round(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Count one verification. path: the nodes that were kept, the root first."""
+        depths, num_accepted = tree.depths(), len(path) - 1
+        self.passes_by_nodes[len(tree)] = self.passes_by_nodes.get(len(tree), 0) + 1
+        for counts, nodes in ((self.drafted_by_source, range(1, len(tree))), (self.accepted_by_source, path[1:])):
+            for node in nodes:
+                source = tree.source[node].partition(" ")[0] or self.drafter
+                counts[source] = counts.get(source, 0) + 1
         self.num_verifications += 1
         self.num_drafted_tokens += len(depths) - 1
         self.num_accepted_tokens += num_accepted

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import OutpaceError
+from .bench import bench
 from .doctor import doctor
 from .generate import generate
 from .profile import profile
@@ -27,7 +28,8 @@ app.command()(verify)
 app.command()(doctor)
 app.command()(profile)
 app.command()(tune)
-_COMMANDS = ("generate", "verify", "doctor", "profile", "tune")
+app.command()(bench)
+_COMMANDS = ("generate", "verify", "doctor", "profile", "tune", "bench")
 
 
 @app.callback(invoke_without_command=True)
