@@ -161,7 +161,7 @@ def test_only_cache_knows_the_cache_classes_of_transformers() -> None:
 
 def test_only_sampling_knows_temperature_and_cuts() -> None:
     """Besides it, only what checks, explains or compares choices reads these settings."""
-    allowed = {"sampling", "audit", "cli.generate", "cli.verify"}
+    allowed = {"sampling", "audit", "cli.generate", "cli.verify", "cli.bench"}
     for file in FILES:
         read = {n.attr for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute)}
         if read & {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}:

@@ -34,8 +34,8 @@ class Cell:
     mean_ratio: mean over batches of the speed of the whole call over the baseline's; total_ratio: of all tokens over
     all seconds; decode_ratio: the same behind the first tokens, if there is anything; worst: the least ratio of a
     batch. first_seconds: median until the first token. tokens_per_pass, acceptance, off: of outpace, else None.
-    predicted: mean of what the planner expected against our plain decoding. num_identical of num_texts, and the ties and
-    bugs among the others.
+    predicted: mean of what the planner expected against our plain decoding. num_identical of num_texts, and the ties
+    and bugs among the others.
     """
 
     temperature: float
