@@ -15,15 +15,16 @@ from outpace.bench.results import Results
 DOCS = Path(__file__).parents[1] / "docs"
 _INTRO = """# Benchmarks
 
-Measured with `outpace bench` on one machine, with losing rows left in: speeds below 1 are slower. Methods take turns on
-every prompt, after a warm-up on another one; speeds are of whole calls, prompt included; tokens are counted alike for all;
-brackets are 95 % intervals by bootstrap over prompts. *mean of ratios* averages prompts, *totals* divides all tokens by all
-seconds, *decode only* leaves the time to the first token out. *identical* compares with outpace's plain decoding. *expected*
-is what the planner foresaw of its drafts, against plain decoding; *off*, the share of passes in which it drafted nothing on
-purpose. `spec-bench` is Spec-Bench's `question.jsonl`, named by the environment variable `OUTPACE_SPEC_BENCH`.
+Measured with `outpace bench` on one machine, with losing rows left in: speeds below 1 are slower. Methods take
+turns on every prompt, after a warm-up on another one; speeds are of whole calls, prompt included; tokens are
+counted alike for all; brackets are 95 % intervals by bootstrap over prompts. *mean of ratios* averages prompts,
+*totals* divides all tokens by all seconds, *decode only* leaves the time to the first token out. *identical*
+compares with outpace's plain decoding. *expected* is what the planner foresaw of its drafts, against plain
+decoding; *off*, the share of passes in which it drafted nothing on purpose. `spec-bench` is Spec-Bench's
+`question.jsonl`, named by the environment variable `OUTPACE_SPEC_BENCH`.
 
-This page is written by `python benchmarks/pages.py` from the results in `docs/bench`, each of which names its versions, its
-machine and its settings.
+This page is written by `python benchmarks/pages.py` from the results in `docs/bench`, each of which names its
+versions, its machine and its settings.
 """
 
 
@@ -38,8 +39,8 @@ def page(runs: dict[str, Results]) -> str:
         parts.append(
             f"## {name.replace('-', ' ')}\n\n"
             f"    {facts['command']}\n\n"
-            f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, layers {facts['kernels']}; {versions}; "
-            f"{facts['date'][:10]}.\n\n"
+            f"{facts['processor']}, {facts['threads']} threads, {facts['dtype']}, layers {facts['kernels']}; "
+            f"{versions}; {facts['date'][:10]}.\n\n"
             f"![Speed by category and method](bench/{name}/speed.svg)\n\n"
             f"{tables.markdown(cells, results.baseline)}\n"
             f"Rows of ours that are slower than {results.baseline}: "
