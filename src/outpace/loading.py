@@ -22,7 +22,6 @@ from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD
 from .drafters.texts import TextStore
 from .engine import Engine
 from .errors import InputError, LoadError
-from .graphs import FixedPasses
 from .options import EngineOptions, Exactness
 from .planner import PLANNED_K, Planner
 from .probe import has_equal_bits, probe
@@ -124,8 +123,6 @@ def load(
     target = profiling.prepared(target_model) if kernels == "auto" else Target(target_model)
     capabilities = probe(target)
     target.can_tree = capabilities.can_tree
-    if kernels == "auto" and target.device.type == "cuda" and target.can_tree:
-        target.passes = FixedPasses(is_captured=True)
     if not applies_generation_config:
         _name_unused_defaults(target_model)
     chosen = choose(

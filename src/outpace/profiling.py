@@ -19,6 +19,7 @@ from torch import nn
 
 from . import fewrows, models
 from .costs import CostCurve
+from .graphs import FixedPasses
 from .target import Block, Target
 
 _CONTEXT = 256  # tokens before the measured ones
@@ -43,11 +44,14 @@ def costs(target: Target, most_nodes: int, progress: models.Progress | None = No
 
 
 def prepared(model: nn.Module, is_fresh: bool = False) -> Target:
-    """A model to decode: its twin with faster linear layers, if that is faster here, or the model itself.
+    """A model to decode: its twin with faster linear layers, if that is faster here, or the model itself; on a GPU,
+    with passes of fixed shapes.
 
     The decision is kept in the cache folder, as part of the twin's curve. is_fresh: decide anew.
     """
     stock = Target(model)
+    if stock.device.type == "cuda":
+        stock.passes = FixedPasses(is_captured=True)
     twin = fewrows.twin(model)
     if twin is None:
         return stock
@@ -74,15 +78,17 @@ def prepared(model: nn.Module, is_fresh: bool = False) -> Target:
 def measure(
     target: Target, sizes: Sequence[tuple[int, int]], repeats: int, progress: models.Progress | None = None
 ) -> dict[tuple[int, int], float]:
-    """(rows, nodes per row) -> median seconds of a pass. All sizes take turns, after a round that does not count."""
+    """(rows, nodes per row) -> median seconds of a pass. All sizes take turns, after rounds that do not count."""
     times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
     benches = {rows: _Bench(target, rows) for rows in {rows for rows, _ in sizes}}
-    for repeat in range(repeats + 1):
+    warm_up = 1 if target.passes is None else 3  # the second pass of a shape is captured
+    total = (repeats + warm_up) * len(sizes)
+    for repeat in range(repeats + warm_up):
         for index, (rows, nodes) in enumerate(sizes):
             if progress is not None:
-                progress("Measuring what a pass costs", repeat * len(sizes) + index, (repeats + 1) * len(sizes))
+                progress("Measuring what a pass costs", repeat * len(sizes) + index, total)
             seconds = benches[rows].seconds(nodes)
-            if repeat > 0:
+            if repeat >= warm_up:
                 times[rows, nodes].append(seconds)
     return {size: statistics.median(found) for size, found in times.items()}
 
