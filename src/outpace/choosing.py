@@ -12,6 +12,7 @@ from . import models
 from .corpus import read_corpus
 from .drafters.base import Drafter, NoDrafter
 from .drafters.early_exit import EarlyExitDrafter, best_count, first_layers
+from .drafters.heads import HeadsDrafter
 from .drafters.lookahead import JacobiDrafter, LookaheadDrafter
 from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter, SharedTokens
@@ -20,6 +21,7 @@ from .drafters.suffix import DEFAULT_LEAST_VALUE, SuffixDrafter
 from .drafters.texts import TextStore
 from .drafters.translated import TranslatedDrafter
 from .errors import InputError, LoadError
+from .heads.files import load_heads
 from .probe import probe
 from .prompts import QUESTIONS
 from .quantize import DraftQuantize, faster, quantized
@@ -27,7 +29,9 @@ from .ragged import RaggedCache
 from .target import Target
 from .union import UnionDrafter
 
-DrafterName = Literal["suffix", "lookup", "recycle", "lookahead", "jacobi", "model", "self", "early-exit", "none"]
+DrafterName = Literal[
+    "suffix", "lookup", "recycle", "lookahead", "jacobi", "model", "medusa", "self", "early-exit", "none"
+]
 DRAFTERS: dict[DrafterName, str] = {
     "suffix": "copies what followed earlier occurrences of the text's ending; needs no model",
     "lookup": "classical prompt lookup: as suffix, but always drafts as much as allowed",
@@ -35,6 +39,7 @@ DRAFTERS: dict[DrafterName, str] = {
     "lookahead": "the target's own parallel guesses, kept as n-grams; wants many nodes",
     "jacobi": "the target's own choices behind a guess; a baseline",
     "model": "a smaller model with the same vocabulary, given by draft_model",
+    "medusa": "heads on the model's last hidden state, given by heads",
     "self": "the model itself with weights of 8 bits; needs no other model",
     "early-exit": "the model's own first layers and its head; needs no other model",
     "none": "plain decoding",
@@ -66,6 +71,7 @@ class DraftOptions:
     corpus: str | Path | TextStore | None = None
     memory: int | Memory = 0
     lookahead: tuple[int, int, int] | None = None
+    heads: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("memory", 0)):
@@ -109,6 +115,7 @@ def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
     named = {part for part in parts if isinstance(part, str)}
     if "auto" in named:
         named |= {"suffix", *(["model"] if options.draft_model is not None else [])}
+        named |= {"medusa"} if options.heads is not None else set()
     for option, users in _USERS.items():
         value, default = getattr(options, option), getattr(DraftOptions(), option)
         if value != default and not set(users) & named:
@@ -118,6 +125,8 @@ def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
             )
     if "model" in parts and options.draft_model is None:
         raise InputError("drafter='model' needs draft_model: the folder, .gguf file or hub id of a smaller model.")
+    if "medusa" in parts and options.heads is None:
+        raise InputError("drafter='medusa' needs heads: the folder with trained heads for this model.")
     return list(parts)
 
 
@@ -133,6 +142,7 @@ _USERS: dict[str, tuple[str, ...]] = {
     "corpus": ("suffix", "lookup"),
     "memory": ("suffix", "lookup"),
     "lookahead": ("lookahead",),
+    "heads": ("medusa",),
 }
 
 
@@ -146,7 +156,12 @@ def choose(
 ) -> Drafter:
     """The drafter for a target; the union of several. Raises LoadError for one that the target cannot verify."""
     if list(parts) == ["auto"]:
-        parts = ["suffix", *(["recycle"] if target.can_tree else []), *(["model"] if options.draft_model else [])]
+        parts = [
+            "suffix",
+            *(["recycle"] if target.can_tree else []),
+            *(["medusa"] if options.heads is not None else []),
+            *(["model"] if options.draft_model else []),
+        ]
 
     def suffix(**settings: Any) -> SuffixDrafter:
         corpus = options.corpus
@@ -168,6 +183,7 @@ def choose(
         "lookahead": lambda: LookaheadDrafter(*(options.lookahead or ())),
         "jacobi": JacobiDrafter,
         "model": lambda: _model_drafter(target, tokenizer, options, load_model),
+        "medusa": lambda: _heads_drafter(target, options),
         "self": lambda: _self_drafter(target, options),
         "early-exit": lambda: _early_exit(target, tokenizer, options),
         "none": NoDrafter,
@@ -220,6 +236,12 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
             "vocabularies='shared'. Use vocabularies='text', which goes through text."
         )
     return ModelDrafter(draft_target, target.vocab_size, target.vocab_size, width, threshold, shared)
+
+
+def _heads_drafter(target: Target, options: DraftOptions) -> HeadsDrafter:
+    assert options.heads is not None, "names_of asks for heads"
+    heads = load_heads(options.heads, target.original).to(target.device, target.dtype)
+    return HeadsDrafter(heads, int(target.config.num_hidden_layers))
 
 
 def _self_drafter(target: Target, options: DraftOptions) -> ModelDrafter:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from .drafters.base import Budget, Drafter, Observer
+from .drafters.base import Budget, Drafter, Observer, Reader
 from .errors import InputError
 from .planner import Planner
 from .session import Session
@@ -31,6 +31,7 @@ class Drafting:
         self._is_idle = False  # whether nothing was asked for in this round
         self._shown = 0.0  # seconds that the drafter took to look at the last scores
         self._observer = drafter if isinstance(drafter, Observer) else None
+        self._reader = drafter if isinstance(drafter, Reader) else None
         self._warned: set[str] = set()
 
     def trees(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> list[TokenTree]:
@@ -89,6 +90,20 @@ class Drafting:
             except Exception as error:
                 self._failed(sessions, error)
             self._shown = time.perf_counter() - begin
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that the drafter reads."""
+        return self._reader.hidden_layers if self._reader is not None else ()
+
+    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Show the hidden states of tokens that were kept to a drafter that reads them. See `Reader`."""
+        if self._reader is None or not hidden:
+            return
+        try:
+            self._reader.read(session, start, hidden)
+        except Exception as error:
+            self._failed([session], error)
 
     def release(self, session: Session) -> None:
         """The session has ended: the drafter may forget it."""

@@ -257,22 +257,27 @@ class Engine:
                 continue
             fed.append(session)
         begin = time.perf_counter()
-        outputs = self.target.forward(self._cache, blocks)
+        outputs = self.target.forward(self._cache, blocks, self._drafting.hidden_layers)
         logits = {session.id: output.logits for session, output in zip(fed, outputs, strict=True)}
         self._drafting.observe(ready, [trees[s.id] for s in ready], [logits[s.id] for s in ready])
         verdicts = self._accept(ready, trees, logits)
         if len(fed) == len(ready) == len(verdicts) and not any(behind.values()):  # no prompt was read beside
             num_tokens = sum(len(verdict.path) for verdict in verdicts.values())
             self._drafting.learn([trees[s.id] for s in ready], num_tokens, time.perf_counter() - begin)
-        for session, block in zip(fed, blocks, strict=True):
+        for session, block, output in zip(fed, blocks, outputs, strict=True):
             if session.id not in trees:
-                self._cache.keep(block.row, range(len(block.tokens)))
+                kept = list(range(len(block.tokens)))
                 session.stats.num_prefill_passes += 1
             elif session.id in verdicts:
                 tree, path = trees[session.id], verdicts[session.id].path
                 shift = len(block.tokens) - len(tree)
                 session.stats.count_round(tree, path)
-                self._cache.keep(block.row, [*range(shift), *(node + shift for node in path)])
+                kept = [*range(shift), *(node + shift for node in path)]
+            else:
+                continue
+            start = self._cache.lengths[block.row]
+            self._cache.keep(block.row, kept)
+            self._drafting.read(session, start, {layer: states[kept] for layer, states in output.hidden.items()})
 
     def _chunk(self, session: Session) -> int:
         """Most prompt tokens per forward: all, where the frequencies of a long text must be those of its end."""

@@ -52,6 +52,7 @@ def load(
     corpus: str | Path | TextStore | None = None,
     memory: int | Memory = 0,
     lookahead: tuple[int, int, int] | None = None,
+    heads: str | Path | None = None,
     acceptance: Acceptance = "coupled",
     planner: PlannerName | None = None,
     kernels: KernelsName | None = None,
@@ -80,6 +81,7 @@ def load(
     corpus: a file or folder of text to copy drafts from, or a TextStore.
     memory: how many tokens of earlier outputs to copy from, too, or a Memory of them; 0 forgets every request.
     lookahead: (window, n-gram, guesses).
+    heads: a folder with trained heads for this model, as published for Medusa or vLLM.
     acceptance, exactness, prefill_chunk: see EngineOptions.
     planner: "auto" measures what a pass costs (once, a few seconds) and drafts as much as pays, at most k tokens and
         nothing where plain decoding is faster; "off" always drafts k. By default OUTPACE_PLANNER, else "auto".
@@ -108,6 +110,7 @@ def load(
         corpus=corpus,
         memory=memory,
         lookahead=lookahead,
+        heads=heads,
     )
     if drafter is None and draft_model is None and acceptance != "coupled":
         drafter = "suffix"  # ratio tests take one drafter

@@ -7,7 +7,7 @@ of every accepted node of every source, whether they were verified or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -147,6 +147,14 @@ class UnionDrafter:
     def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
         for source in self._sources:
             source.observe(sessions, trees, logits)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for source in self._sources for layer in source.hidden_layers}))
+
+    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
+        for source in self._sources:
+            source.read(session, start, {layer: hidden[layer] for layer in source.hidden_layers})
 
     def release(self, session: Session) -> None:
         self._learn(session)

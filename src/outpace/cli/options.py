@@ -68,6 +68,7 @@ Lookahead = Annotated[
     str | None,
     typer.Option(metavar="W,N,G", help="Of --drafter lookahead: window, n-gram and guesses. [default: 15,5,15]"),
 ]
+Heads = Annotated[str | None, typer.Option(help="A folder with trained heads (Medusa) for the model.")]
 PlannerOption = Annotated[
     PlannerName,
     typer.Option(

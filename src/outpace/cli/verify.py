@@ -25,6 +25,7 @@ from .options import (
     DraftQuantizeOption,
     Dtype,
     ExactnessOption,
+    Heads,
     Json,
     K,
     Lookahead,
@@ -50,6 +51,7 @@ def verify(
     draft_quantize: DraftQuantizeOption = "auto",
     corpus: Corpus = None,
     lookahead: Lookahead = None,
+    heads: Heads = None,
     exactness: ExactnessOption = "numerical",
     prompts: Annotated[
         Path | None,
@@ -86,6 +88,7 @@ def verify(
         draft_quantize=draft_quantize,
         corpus=corpus,
         lookahead=lookahead,
+        heads=heads,
         acceptance="coupled",
         exactness=exactness,
         planner="off",  # what is checked are drafts: make as many as possible

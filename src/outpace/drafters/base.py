@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -34,11 +34,11 @@ class Drafter(Protocol):
     comparing with `session.tokens` what it proposed before. Whatever it returns is checked; an exception, wrong ids or
     too many nodes cost the round its draft and are counted.
 
-    Optional: `observe` (see `Observer`); `needs_trees = True` for a drafter that is useless where only chains can be
-    verified; `num_nodes`, the drafted nodes per round that it wants by default; `is_whole = True` for one whose trees
-    only make sense whole, so that they are neither cut nor joined with those of others; `level_seconds`, what a token
-    of depth costs to draft, where that is known before; `attach(cache)`, called once with the target's cache by a
-    drafter's engine.
+    Optional: `observe` (see `Observer`); `read` (see `Reader`); `needs_trees = True` for a drafter that is useless
+    where only chains can be verified; `num_nodes`, the drafted nodes per round that it wants by default; `is_whole =
+    True` for one whose trees only make sense whole, so that they are neither cut nor joined with those of others;
+    `level_seconds`, what a token of depth costs to draft, where that is known before; `attach(cache)`, called once with
+    the target's cache by a drafter's engine.
     """
 
     name: str
@@ -58,6 +58,25 @@ class Observer(Protocol):
 
     def observe(self, sessions: Sequence[Session], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> None:
         """Called after a forward and before anything of it is committed. logits: [nodes, vocab] per session, raw."""
+        ...
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A drafter that reads the target's hidden states.
+
+    hidden_layers: which ones, in the numbering of transformers: 0 is the embedding, i what layer i (counted from 1)
+    puts out; the last of them is normalised, as the target's head gets it.
+    """
+
+    hidden_layers: tuple[int, ...]
+
+    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Called after a forward, for the tokens of it that were kept: `session.tokens[start : start + n]`.
+
+        hidden: layer -> [n, hidden], in the target's dtype. Tokens that came with a cache are never shown, and those
+        that a recurrent state had to give up are shown again.
+        """
         ...
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from .. import noise, sampling
+from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
 
@@ -81,3 +83,13 @@ class Candidates:
     def _best_child(self, node: int) -> int:
         children = [child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node]
         return max(children, key=lambda child: (self.values[child], -child))
+
+
+def drawn(
+    session: Session, position: int, ids: Sequence[int], chances: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Successors in the order in which the target's own noise at a position prefers them: it is known before."""
+    noisy = noise.rough(session.seed, position, ids, session.noise_stream)
+    weights = sampling.preferences(chances, noisy, session.params)
+    order = sorted(range(len(ids)), key=lambda i: -weights[i])
+    return [ids[i] for i in order], [weights[i] for i in order]

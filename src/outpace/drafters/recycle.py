@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import noise, sampling
 from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
-from .candidates import Candidates
+from .candidates import Candidates, drawn
 
 NUM_SUCCESSORS = 8
 _LANES = 64
@@ -77,7 +76,7 @@ class RecycleDrafter:
             by = "pair" if known is not None else "token"
             ids, chances = known or (self._ids[token].tolist(), self._chances[token].tolist())
             if not session.params.is_greedy and ids[-1] >= 0:
-                ids, chances = _drawn(session, len(session.tokens) + found.depths[node], ids, chances)
+                ids, chances = drawn(session, len(session.tokens) + found.depths[node], ids, chances)
             for rank, (successor, chance) in enumerate(zip(ids, chances, strict=True)):
                 if successor < 0:
                     return
@@ -103,16 +102,6 @@ class RecycleDrafter:
 
     def release(self, session: Session) -> None:
         pass
-
-
-def _drawn(
-    session: Session, position: int, ids: Sequence[int], chances: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """Successors in the order in which the target's own noise at a position prefers them: it is known before."""
-    noisy = noise.rough(session.seed, position, ids, session.noise_stream)
-    weights = sampling.preferences(chances, noisy, session.params)
-    order = sorted(range(len(ids)), key=lambda i: -weights[i])
-    return [ids[i] for i in order], [weights[i] for i in order]
 
 
 def _before_root(session: Session) -> int:

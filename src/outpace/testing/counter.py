@@ -1,0 +1,57 @@
+"""A model that counts: after token t it says t + 1, for certain. Heads for it can be written by hand and must be right.
+
+Attention and feed-forward layers are silent, embeddings are the unit vectors, so the last hidden state names the last
+token, and any head that reads it right reaches full acceptance. What a file, a name or an index gets wrong shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..heads.medusa import MedusaHeads
+
+VOCAB = 64
+
+
+def counter_model(num_layers: int = 2) -> Any:
+    """A Llama of VOCAB tokens that counts, and begins again after the last one."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=VOCAB,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCAB))
+        model.lm_head.weight.copy_(shift(1))
+    return model
+
+
+def shift(steps: int) -> torch.Tensor:
+    """[VOCAB, VOCAB]: an output layer that says t + steps where the hidden state names t, with a margin of 8 * 8."""
+    return 8 * torch.eye(VOCAB).roll(steps, 0)
+
+
+def counter_heads(num_heads: int = 4) -> MedusaHeads:
+    """Medusa heads of the counter: head i says t + 2 + i."""
+    heads = MedusaHeads(VOCAB, VOCAB, num_heads)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.zero_()
+        for place, output in enumerate(heads.outputs):
+            output.get_parameter("weight").copy_(shift(2 + place))
+    return heads.eval().requires_grad_(False)
