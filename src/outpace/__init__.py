@@ -3,7 +3,7 @@
 from .drafters.memory import Memory
 from .dropin import Accelerated, accelerate
 from .engine import Engine
-from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError
+from .errors import DraftError, EngineError, InputError, LoadError, MissingExtraError, OutpaceError, TrainingError
 from .loading import load
 from .options import EngineOptions
 from .sampling import SamplingParams
@@ -25,6 +25,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "TokenLogprob",
+    "TrainingError",
     "accelerate",
     "load",
 ]

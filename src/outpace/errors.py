@@ -5,6 +5,7 @@
     ├── LoadError                    a model, tokenizer or draft cannot be loaded or is not supported
     │   └── MissingExtraError        an optional dependency is missing; the message has the pip command
     ├── DraftError                   a drafter proposed something impossible (costs one plain round)
+    ├── TrainingError                heads cannot be trained: a loss is no number
     └── EngineError                  the engine cannot go on; a bug of ours unless the message says otherwise
 
 A message has four parts: what failed, the value seen, why it matters, what to do.
@@ -29,6 +30,10 @@ class MissingExtraError(LoadError):
 
 class DraftError(OutpaceError):
     """A draft that breaks the drafter's contract: wrong ids, too many nodes, not a tree."""
+
+
+class TrainingError(OutpaceError):
+    """Training cannot go on. Nothing was written that looks trained."""
 
 
 class EngineError(OutpaceError):

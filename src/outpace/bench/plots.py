@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import InputError
+from ..errors import MissingExtraError
 from .results import Results
 from .running import PLAIN
 from .summary import ALL, Cell, cells
@@ -17,11 +17,11 @@ GREY = "#888888"
 
 
 def check_matplotlib() -> None:
-    """Raises InputError where there is none."""
+    """Raises MissingExtraError where there is none."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise InputError(
+        raise MissingExtraError(
             "The report's plots need matplotlib. Install it with: pip install 'outpace[bench]', or give --no-report."
         ) from error
 

@@ -1,0 +1,144 @@
+"""Training heads: losses fall, the model stays as it was, bad data stops with a reason, killed runs go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import InputError, SamplingParams, TrainingError, load
+from outpace.heads.markov import MarkovHeads
+from outpace.target import Target
+from outpace.testing.counter import VOCAB, counter_model
+from outpace.testing.models import tiny_model
+from outpace.testing.tokenizers import tiny_tokenizer
+from outpace.train import selftalk
+from outpace.train.fit import Recipe, Report, fit, losses
+from outpace.train.samples import Samples, Text, collect
+
+
+@pytest.fixture(scope="module")
+def counter() -> Any:
+    return counter_model()
+
+
+@pytest.fixture(scope="module")
+def counted(counter: Any) -> Samples:
+    """Texts in which the model counts behind prompts of three tokens."""
+    engine = load(counter, drafter="none")
+    texts = []
+    for first in range(0, VOCAB, 3):
+        result = engine.generate([9, 3, first], SamplingParams(max_new_tokens=24))
+        texts.append(Text((*result.prompt_tokens, *result.tokens), 3))
+    return collect(Target(counter), texts)
+
+
+def heads_of(model: Any, samples: Samples, num_heads: int = 4, rows: int = 1000) -> MarkovHeads:
+    torch.manual_seed(0)
+    return MarkovHeads(
+        model.get_input_embeddings().weight.detach(),
+        model.get_output_embeddings().weight.detach(),
+        samples.most_frequent(rows),
+        num_heads,
+        rank=16,
+    )
+
+
+def test_samples_are_what_the_model_thinks(counter: Any, counted: Samples) -> None:
+    """Hidden states and distributions are those of a forward of the whole text; labels stay in a text's answer."""
+    text = counted.text == 4
+    tokens = counted.tokens[text]
+    with torch.no_grad():
+        output = counter(tokens[None], output_hidden_states=True)
+    assert torch.allclose(counted.hidden[text].float(), output.hidden_states[-1][0], atol=1e-2)
+    assert torch.equal(counted.top_ids[text][:, 0].long(), output.logits[0].argmax(-1))
+    assert torch.allclose(counted.top_probs[text].sum(-1).float(), torch.ones(len(tokens)), atol=0.02)
+    places = counted.anchors(4)
+    assert len(places) == 22 * (27 - 5 - 1)
+    for place in places.tolist():
+        assert counted.is_answer[place + 2 : place + 6].all() and counted.text[place] == counted.text[place + 5]
+
+
+def test_every_heads_loss_falls_and_the_model_stays_as_it_was(counter: Any, counted: Samples) -> None:
+    """T-N1: by far more than a fifth; a model that counts is learned to the last token."""
+    before = {name: parameter.clone() for name, parameter in counter.named_parameters()}
+    reports: list[Report] = []
+    last = fit(heads_of(counter, counted), counted, Recipe(300, 128, 3e-3), report=reports.append)
+    assert len(reports) == 300 and last == reports[-1]
+    for first, end in zip(reports[0].losses, last.losses, strict=True):
+        assert end < 0.5 * first
+    assert min(last.accuracies) > 0.95 and last.tokens_per_pass > 4.8
+    assert all(torch.equal(before[name], parameter) for name, parameter in counter.named_parameters())
+
+
+def test_a_loss_by_hand(counter: Any, counted: Samples) -> None:
+    """Untrained heads say what the target's output layer says: the root again. TV is then 1, and so is a."""
+    heads = heads_of(counter, counted)
+    each, accuracies = losses(heads, counted, counted.anchors(4)[2:7])
+    assert accuracies.tolist() == [0.0] * 4
+    assert each.tolist() == pytest.approx([8 * 8] * 4, rel=0.01), "the margin of the counter"
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(counter: Any, counted: Samples, tmp_path: Path) -> None:
+    """T-N6: the same numbers bit for bit, whether or not it was interrupted."""
+    recipe = Recipe(30, 64, 3e-3)
+    whole = heads_of(counter, counted)
+    wanted = fit(whole, counted, recipe)
+
+    def stop(report: Report) -> None:
+        if report.step == 17:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "state.pt"
+    with pytest.raises(KeyboardInterrupt):
+        fit(heads_of(counter, counted), counted, recipe, path, stop, save_every=10)
+    reports: list[Report] = []
+    again = heads_of(counter, counted)
+    assert fit(again, counted, recipe, path, reports.append, save_every=10) == wanted
+    assert [report.step for report in reports] == list(range(11, 31))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+    with pytest.raises(InputError, match="the state of another recipe"):
+        fit(again, counted, replace(recipe, batch=65), path)
+
+
+def test_bad_data_and_bad_rates_stop_with_the_reason(counter: Any, counted: Samples, tmp_path: Path) -> None:
+    """T-N2: a mask that hides every label, a text without answers, a learning rate of a million."""
+    hidden = replace(counted, is_answer=torch.zeros_like(counted.is_answer))
+    with pytest.raises(InputError, match="there is nothing to learn"):
+        fit(heads_of(counter, counted), hidden, Recipe(10, 8))
+    with pytest.raises(InputError, match="nothing to learn from"):
+        collect(Target(counter), [Text((1, 2, 3), 3)])
+    path = tmp_path / "state.pt"
+    broken = replace(counted, hidden=counted.hidden * float("nan"))
+    with pytest.raises(TrainingError, match="does not converge"):
+        fit(heads_of(counter, counted), broken, Recipe(10, 8), path, save_every=1)
+    with pytest.raises(TrainingError, match="learning_rate=1e"):
+        fit(heads_of(counter, counted), counted, Recipe(300, 64, 1e30), path, save_every=1000)
+    assert not path.exists()
+
+
+def test_samples_are_saved_and_split(counted: Samples, tmp_path: Path) -> None:
+    counted.save(tmp_path / "samples.safetensors")
+    again = Samples.load(tmp_path / "samples.safetensors")
+    assert all(torch.equal(getattr(again, name), getattr(counted, name)) for name in Samples.__slots__)
+    kept, held = counted.split(0.1)
+    assert len(kept.tokens) + len(held.tokens) == len(counted.tokens) and set(held.text.tolist()) == {20, 21}
+    assert counted.most_frequent(1000).tolist() == sorted(set(counted.tokens[counted.is_answer].tolist()))
+
+
+def test_a_model_writes_its_own_prompts_and_answers() -> None:
+    tokenizer = tiny_tokenizer()
+    engine = load(tiny_model("llama"), tokenizer=tokenizer, drafter="none")
+    begin = selftalk.message_start(tokenizer)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert rendered.startswith(tokenizer.decode(begin)) and "hello" not in tokenizer.decode(begin)
+    with pytest.raises(InputError, match="no chat template"):
+        selftalk.message_start(None)
+    texts = selftalk.write(engine, 60, seed=5, max_new_tokens=10)
+    assert texts == selftalk.write(engine, 60, seed=5, max_new_tokens=10) != selftalk.write(engine, 60, seed=99)
+    assert sum(len(text.tokens) - text.num_prompt for text in texts) >= 60
+    assert all(list(text.tokens[: len(begin)]) == begin for text in texts)
