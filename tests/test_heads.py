@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outpace import InputError, LoadError, SamplingParams, load
-from outpace.drafters.heads import HeadsDrafter
+from outpace.drafters.heads import MedusaDrafter
 from outpace.heads.files import FINGERPRINT, fingerprint, load_heads
 from outpace.heads.medusa import MedusaHeads, from_tensors, to_tensors
 from outpace.testing.counter import VOCAB, counter_heads, counter_model, shift
@@ -63,7 +63,7 @@ def test_every_layout_is_accepted_to_the_last(layout: str, counter: Any, tmp_pat
         tensors, config = names_of_fasterdecoding(heads), {"medusa_num_heads": 4, "medusa_num_layers": 1}
     loaded = load_heads(write(tmp_path / "heads", tensors, config, layout == "pt"), counter)
     for params in (SamplingParams(max_new_tokens=41), SamplingParams(max_new_tokens=41, temperature=0.7, seed=1)):
-        engine = load(counter, drafter=HeadsDrafter(loaded, 2), k=4)
+        engine = load(counter, drafter=MedusaDrafter(loaded, 2), k=4)
         result = engine.generate([5, 6], params)
         assert result.tokens == [(7 + i) % VOCAB for i in range(41)]
         stats = result.stats
@@ -96,13 +96,13 @@ def test_a_trimmed_vocabulary_is_mapped(counter: Any, tmp_path: Path) -> None:
     }
     tensors["token_map"] = kept
     loaded = load_heads(write(tmp_path / "heads", tensors, {"model_type": "medusa"}), counter)
-    engine = load(counter, drafter=HeadsDrafter(loaded, 2), k=2)
+    engine = load(counter, drafter=MedusaDrafter(loaded, 2), k=2)
     result = engine.generate([12], SamplingParams(max_new_tokens=13))
     assert result.tokens == list(range(13, 26)) and result.stats.num_accepted_tokens >= 8
 
 
 def test_heads_in_a_union_and_in_a_batch(counter: Any) -> None:
-    drafter = UnionDrafter([HeadsDrafter(counter_heads(3), 2), load(counter, drafter="suffix").drafter], VOCAB)
+    drafter = UnionDrafter([MedusaDrafter(counter_heads(3), 2), load(counter, drafter="suffix").drafter], VOCAB)
     engine = load(counter, drafter=drafter, k=3)
     results = engine.generate([[1], [30, 31], [62]], SamplingParams(max_new_tokens=20))
     for first, result in zip((2, 32, 63), results, strict=True):
@@ -117,7 +117,7 @@ def test_heads_that_guess_badly_change_nothing(temperature: float) -> None:
     torch.manual_seed(0)
     heads = MedusaHeads(64, 512, 3, num_layers=2).eval()
     plain = load(model, drafter="none")
-    engine = load(model, drafter=HeadsDrafter(heads, 2), k=6, prefill_chunk=4)
+    engine = load(model, drafter=MedusaDrafter(heads, 2), k=6, prefill_chunk=4)
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=3)
     prompts = [list(prompt) for prompt in PROMPTS]
     wanted = [result.tokens for result in plain.generate(prompts, params)]
@@ -139,7 +139,7 @@ def test_a_fingerprint_is_of_the_weights(counter: Any) -> None:
         ({"config": {"hidden_size": 32}}, "hidden_size=32, and the model hidden_size=64"),
         ({"config": {"vocab_size": 100}}, "vocab_size=100"),
         ({"config": {"num_heads": 5}}, "num_heads=5, and the checkpoint has 4 heads"),
-        ({"config": {"model_type": "eagle"}}, "model_type='eagle'"),
+        ({"config": {"model_type": "eagle"}}, "model_type='eagle'; only 'medusa' and 'outpace_heads'"),
         ({"config": {FINGERPRINT: "0123"}}, f"trained for another model: {FINGERPRINT} is '0123'"),
         ({"tensors": {"lm_heads.1.weight": torch.zeros(64, 32)}}, "outputs.1.weight has shape"),
         ({"tensors": {"lm_heads.0.weight": torch.zeros(99, 64)}}, "99 rows and the target 64 token ids"),
@@ -185,13 +185,13 @@ def test_the_right_fingerprint_is_taken(counter: Any, tmp_path: Path) -> None:
 def test_heads_by_name(counter: Any, tmp_path: Path) -> None:
     """Alone, and by default in one tree with what needs no training; refused where nothing would use them."""
     folder = write(tmp_path / "heads", to_tensors(counter_heads(3)), {"model_type": "medusa"})
-    alone = load(counter, drafter="medusa", heads=folder)
+    alone = load(counter, drafter="heads", heads=folder)
     assert alone.generate([3], SamplingParams(max_new_tokens=21)).stats.num_accepted_tokens == 15
     together = load(counter, heads=folder)
     assert together.drafter.name == "suffix+recycle+medusa"
     result = together.generate([3], SamplingParams(max_new_tokens=20))
     assert result.tokens == list(range(4, 24)) and result.stats.accepted_by_source["medusa"] > 5
-    with pytest.raises(InputError, match="drafter='medusa' needs heads"):
-        load(counter, drafter="medusa")
+    with pytest.raises(InputError, match="drafter='heads' needs heads"):
+        load(counter, drafter="heads")
     with pytest.raises(InputError, match="heads.* was given, and drafter='suffix' would not use it"):
         load(counter, drafter="suffix", heads=folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import InputError, SamplingParams, TrainingError, load
+from outpace import InputError, LoadError, SamplingParams, TrainingError, load
+from outpace.drafters.heads import MarkovDrafter
+from outpace.heads.files import save_heads
 from outpace.heads.markov import MarkovHeads
 from outpace.target import Target
 from outpace.testing.counter import VOCAB, counter_model
@@ -142,3 +145,40 @@ def test_a_model_writes_its_own_prompts_and_answers() -> None:
     assert texts == selftalk.write(engine, 60, seed=5, max_new_tokens=10) != selftalk.write(engine, 60, seed=99)
     assert sum(len(text.tokens) - text.num_prompt for text in texts) >= 60
     assert all(list(text.tokens[: len(begin)]) == begin for text in texts)
+
+
+def test_trained_heads_are_saved_and_accepted(counter: Any, counted: Samples, tmp_path: Path) -> None:
+    """What the heads learned holds online, from the file, in half precision, greedy and sampled, alone and batched."""
+    heads = heads_of(counter, counted)
+    last = fit(heads, counted, Recipe(300, 128, 3e-3))
+    save_heads(heads, counter, tmp_path / "heads", {"command": "test"})
+    engine = load(counter, drafter="heads", heads=tmp_path / "heads", k=4)
+    for temperature in (0.0, 0.7):
+        params = SamplingParams(max_new_tokens=41, temperature=temperature, seed=1)
+        for result in engine.generate([[1, 2, 20], [5, 30]], params):
+            first = result.prompt_tokens[-1] + 1
+            assert result.tokens == [(first + i) % VOCAB for i in range(41)]
+            assert result.stats.tokens_per_pass > 0.8 * last.tokens_per_pass
+            assert result.stats.num_draft_failures == 0
+    with pytest.raises(LoadError, match="were trained for another model"):
+        load(tiny_model("llama"), heads=tmp_path / "heads")
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert config["provenance"] == {"command": "test"} and config["draft_vocab_size"] == len(heads.token_map)
+
+
+def test_a_bias_of_the_parent_is_used(counter: Any, counted: Samples, tmp_path: Path) -> None:
+    """Heads that know nothing but what follows a token count as well: the tree is built along the bias."""
+    heads = heads_of(counter, counted)
+    rows = len(heads.token_map)
+    with torch.no_grad():
+        heads._rows.zero_()
+        heads.markov_in.weight.zero_()
+        heads.markov_in.weight[:, :16] = torch.randn(rows + 1, 16, generator=torch.Generator().manual_seed(0))
+        follower = torch.tensor([int(heads.rows_of((heads.token_map[r] + 1) % VOCAB)) for r in range(rows)])
+        wanted = torch.zeros(rows + 1, rows)
+        keep = follower < rows
+        wanted[torch.arange(rows)[keep], follower[keep]] = 50.0
+        heads.markov_out.weight.copy_(torch.linalg.lstsq(heads.markov_in.weight, wanted).solution.T)
+    drafter = MarkovDrafter(heads.eval(), 2)
+    result = load(counter, drafter=drafter, k=4).generate([1, 2, 20], SamplingParams(max_new_tokens=30))
+    assert result.tokens == list(range(21, 51)) and result.stats.tokens_per_pass > 1.5

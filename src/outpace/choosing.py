@@ -12,7 +12,7 @@ from . import models
 from .corpus import read_corpus
 from .drafters.base import Drafter, NoDrafter
 from .drafters.early_exit import EarlyExitDrafter, best_count, first_layers
-from .drafters.heads import HeadsDrafter
+from .drafters.heads import MarkovDrafter, MedusaDrafter
 from .drafters.lookahead import JacobiDrafter, LookaheadDrafter
 from .drafters.memory import Memory
 from .drafters.model import DEFAULT_CONFIDENCE_THRESHOLD, ModelDrafter, SharedTokens
@@ -22,6 +22,7 @@ from .drafters.texts import TextStore
 from .drafters.translated import TranslatedDrafter
 from .errors import InputError, LoadError
 from .heads.files import load_heads
+from .heads.markov import MarkovHeads
 from .probe import probe
 from .prompts import QUESTIONS
 from .quantize import DraftQuantize, faster, quantized
@@ -30,7 +31,7 @@ from .target import Target
 from .union import UnionDrafter
 
 DrafterName = Literal[
-    "suffix", "lookup", "recycle", "lookahead", "jacobi", "model", "medusa", "self", "early-exit", "none"
+    "suffix", "lookup", "recycle", "lookahead", "jacobi", "model", "heads", "self", "early-exit", "none"
 ]
 DRAFTERS: dict[DrafterName, str] = {
     "suffix": "copies what followed earlier occurrences of the text's ending; needs no model",
@@ -39,7 +40,7 @@ DRAFTERS: dict[DrafterName, str] = {
     "lookahead": "the target's own parallel guesses, kept as n-grams; wants many nodes",
     "jacobi": "the target's own choices behind a guess; a baseline",
     "model": "a smaller model with the same vocabulary, given by draft_model",
-    "medusa": "heads on the model's last hidden state, given by heads",
+    "heads": "trained heads on the model's last hidden state, given by heads",
     "self": "the model itself with weights of 8 bits; needs no other model",
     "early-exit": "the model's own first layers and its head; needs no other model",
     "none": "plain decoding",
@@ -115,7 +116,7 @@ def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
     named = {part for part in parts if isinstance(part, str)}
     if "auto" in named:
         named |= {"suffix", *(["model"] if options.draft_model is not None else [])}
-        named |= {"medusa"} if options.heads is not None else set()
+        named |= {"heads"} if options.heads is not None else set()
     for option, users in _USERS.items():
         value, default = getattr(options, option), getattr(DraftOptions(), option)
         if value != default and not set(users) & named:
@@ -125,8 +126,8 @@ def names_of(drafter: Any, options: DraftOptions) -> list[str | Drafter]:
             )
     if "model" in parts and options.draft_model is None:
         raise InputError("drafter='model' needs draft_model: the folder, .gguf file or hub id of a smaller model.")
-    if "medusa" in parts and options.heads is None:
-        raise InputError("drafter='medusa' needs heads: the folder with trained heads for this model.")
+    if "heads" in parts and options.heads is None:
+        raise InputError("drafter='heads' needs heads: the folder with trained heads for this model.")
     return list(parts)
 
 
@@ -142,7 +143,7 @@ _USERS: dict[str, tuple[str, ...]] = {
     "corpus": ("suffix", "lookup"),
     "memory": ("suffix", "lookup"),
     "lookahead": ("lookahead",),
-    "heads": ("medusa",),
+    "heads": ("heads",),
 }
 
 
@@ -159,7 +160,7 @@ def choose(
         parts = [
             "suffix",
             *(["recycle"] if target.can_tree else []),
-            *(["medusa"] if options.heads is not None else []),
+            *(["heads"] if options.heads is not None else []),
             *(["model"] if options.draft_model else []),
         ]
 
@@ -183,7 +184,7 @@ def choose(
         "lookahead": lambda: LookaheadDrafter(*(options.lookahead or ())),
         "jacobi": JacobiDrafter,
         "model": lambda: _model_drafter(target, tokenizer, options, load_model),
-        "medusa": lambda: _heads_drafter(target, options),
+        "heads": lambda: _heads_drafter(target, options),
         "self": lambda: _self_drafter(target, options),
         "early-exit": lambda: _early_exit(target, tokenizer, options),
         "none": NoDrafter,
@@ -238,10 +239,12 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
     return ModelDrafter(draft_target, target.vocab_size, target.vocab_size, width, threshold, shared)
 
 
-def _heads_drafter(target: Target, options: DraftOptions) -> HeadsDrafter:
+def _heads_drafter(target: Target, options: DraftOptions) -> Drafter:
     assert options.heads is not None, "names_of asks for heads"
-    heads = load_heads(options.heads, target.original).to(target.device, target.dtype)
-    return HeadsDrafter(heads, int(target.config.num_hidden_layers))
+    heads, last_layer = load_heads(options.heads, target.original), int(target.config.num_hidden_layers)
+    if isinstance(heads, MarkovHeads):
+        return MarkovDrafter(heads.to(target.device), last_layer)
+    return MedusaDrafter(heads.to(target.device, target.dtype), last_layer)
 
 
 def _self_drafter(target: Target, options: DraftOptions) -> ModelDrafter:

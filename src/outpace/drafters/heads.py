@@ -1,93 +1,169 @@
-"""Drafts from Medusa heads: one look at the target's last hidden state guesses the next tokens, each on its own."""
+"""Drafts from heads: one look at the target's last hidden state guesses the next few tokens."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..heads.markov import MarkovHeads
 from ..heads.medusa import MedusaHeads
 from ..session import Session
 from ..tree import TokenTree
 from .base import Budget
 from .candidates import Candidates, drawn
 
-_NUM_CHOICES = 8  # of every head
+_NUM_CHOICES = 8  # of every head, behind one node
+_NUM_CANDIDATES = 256  # of every head, among which the bias of a parent decides
 
 
-class HeadsDrafter:
-    """Trees of the likeliest tokens of every head. last_layer: the number of the target's last hidden state.
+@dataclass(slots=True)
+class LastStates:
+    """The target's last hidden state of every session: of the last token but one."""
+
+    layer: int
+    _states: dict[int, tuple[int, Tensor]] = field(default_factory=dict)  # session -> (tokens up to it, state)
+
+    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
+        states = hidden[self.layer]
+        self._states[session.id] = (start + len(states), states[-1])
+
+    def of(self, session: Session) -> Tensor | None:
+        """None where the last token but one was not shown, as behind a prompt that came with a cache."""
+        length, state = self._states.get(session.id, (-1, None))
+        return state if length == len(session.tokens) - 1 else None
+
+    def forget(self, session: Session) -> None:
+        self._states.pop(session.id, None)
+
+
+class _HeadsDrafter:
+    """What drafters with heads share: states come in, trees go out for the sessions whose state is known."""
+
+    name: str
+
+    def __init__(self, last_layer: int) -> None:
+        self.hidden_layers = (last_layer,)
+        self._last = LastStates(last_layer)
+
+    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
+        self._last.read(session, start, hidden)
+
+    def release(self, session: Session) -> None:
+        self._last.forget(session)
+
+    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
+        trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
+        states = [(s, b, self._last.of(s)) for s, b in zip(sessions, budgets, strict=True)]
+        known = [(session, budget, state) for session, budget, state in states if state is not None]
+        if known:
+            hidden = torch.stack([state for _, _, state in known])
+            guesses = self._guess(hidden, [session.tokens[-1] for session, _, _ in known])
+            for (session, budget, _), guess in zip(known, guesses, strict=True):
+                trees[session.id] = self._tree(session, budget, guess)
+        return list(trees.values())
+
+    def _guess(self, hidden: Tensor, roots: Sequence[int]) -> list[Any]:
+        """hidden: [n, H] -> what `_choices` needs, for each row."""
+        raise NotImplementedError
+
+    def _choices(self, guess: Any, depth: int, parent: int) -> tuple[list[int], list[float]]:
+        """The likeliest tokens behind a node of this depth and token, best first, and their probabilities."""
+        raise NotImplementedError
+
+    def _tree(self, session: Session, budget: Budget, guess: Any) -> TokenTree:
+        found = Candidates(session.tokens[-1])
+
+        def successors(node: int) -> Iterator[tuple[int, float, str]]:
+            depth = found.depths[node]
+            ids, chances = self._choices(guess, depth, found.tokens[node])
+            if ids and not session.params.is_greedy:
+                ids, chances = drawn(session, len(session.tokens) + depth, ids, chances)
+            for rank, (token, chance) in enumerate(zip(ids, chances, strict=True)):
+                yield token, chance, f"{self.name} d{depth} r{rank} p{int(chance * 8)}"
+
+        found.grow(budget, successors)
+        return found.best(budget)
+
+    def _seconds_of_guess(self, width: int, sample: Tensor) -> float:
+        """What one guess takes, measured here and now."""
+        times = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            self._guess(sample.new_zeros(1, width), [0])
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+
+class MedusaDrafter(_HeadsDrafter):
+    """Trees of the likeliest tokens of every Medusa head. last_layer: the number of the target's last hidden state.
 
     The heads guess without knowing each other's tokens, so a tree holds the likeliest combinations; what each rank at
     each depth is worth is counted by whoever calibrates.
     """
 
-    def __init__(self, heads: MedusaHeads, last_layer: int, name: str = "medusa") -> None:
-        self.name, self.hidden_layers = name, (last_layer,)
-        self._heads, self._last = heads, last_layer
-        self._states: dict[int, tuple[int, Tensor]] = {}  # session -> tokens before, hidden state of the last of them
+    name = "medusa"
+
+    def __init__(self, heads: MedusaHeads, last_layer: int) -> None:
+        super().__init__(last_layer)
+        self._heads = heads
 
     @property
     def level_seconds(self) -> float:
-        """What drafting takes, measured here and now, for each of the heads."""
+        """What a guess takes, for each of its tokens."""
         weight = next(self._heads.parameters())
-        hidden = torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        times = []
-        for _ in range(4):
-            begin = time.perf_counter()
-            self._guesses(hidden)
-            times.append(time.perf_counter() - begin)
-        return min(times) / self._heads.num_heads
-
-    def read(self, session: Session, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Only the last token matters."""
-        states = hidden[self._last]
-        self._states[session.id] = (start + len(states), states[-1])
-
-    def propose(self, sessions: Sequence[Session], budgets: Sequence[Budget]) -> Sequence[TokenTree]:
-        trees = {session.id: TokenTree.chain(session.tokens[-1]) for session in sessions}
-        known = [
-            (session, budget, self._states[session.id][1])
-            for session, budget in zip(sessions, budgets, strict=True)
-            if session.id in self._states and self._states[session.id][0] == len(session.tokens) - 1
-        ]
-        if known:
-            chances, ids = self._guesses(torch.stack([state for _, _, state in known]))
-            for place, (session, budget, _) in enumerate(known):
-                trees[session.id] = self._tree(session, budget, ids[place], chances[place])
-        return list(trees.values())
+        return self._seconds_of_guess(weight.shape[-1], weight) / self._heads.num_heads
 
     @torch.no_grad()
-    def _guesses(self, hidden: Tensor) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
-        """[n][heads][choices] probabilities and token ids, best first."""
-        weight = next(self._heads.parameters())
-        scores = self._heads(hidden.to(weight)).float()
+    def _guess(self, hidden: Tensor, roots: Sequence[int]) -> list[Any]:
+        scores = self._heads(hidden.to(next(self._heads.parameters()))).float()
         values, rows = scores.topk(min(_NUM_CHOICES, scores.shape[-1]))
         chances = (values - scores.logsumexp(-1, keepdim=True)).exp()
         ids = self._heads.ids(rows)
-        return chances.transpose(0, 1).tolist(), ids.transpose(0, 1).tolist()
+        return list(zip(ids.transpose(0, 1).tolist(), chances.transpose(0, 1).tolist(), strict=True))
 
-    def _tree(
-        self, session: Session, budget: Budget, ids: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]
-    ) -> TokenTree:
-        found = Candidates(session.tokens[-1])
-        if not session.params.is_greedy:
-            ranked = [
-                drawn(session, len(session.tokens) + depth, own, weights)
-                for depth, (own, weights) in enumerate(zip(ids, chances, strict=True))
-            ]
-            ids, chances = [own for own, _ in ranked], [weights for _, weights in ranked]
+    def _choices(self, guess: Any, depth: int, parent: int) -> tuple[list[int], list[float]]:
+        ids, chances = guess
+        return (ids[depth], chances[depth]) if depth < len(ids) else ([], [])
 
-        def successors(node: int) -> Iterator[tuple[int, float, str]]:
-            depth = found.depths[node]
-            if depth < len(ids):
-                for rank, (token, chance) in enumerate(zip(ids[depth], chances[depth], strict=True)):
-                    yield token, chance, f"{self.name} d{depth} r{rank} p{int(chance * 8)}"
 
-        found.grow(budget, successors)
-        return found.best(budget)
+class MarkovDrafter(_HeadsDrafter):
+    """Trees of our own heads: behind every node, what its token makes likely among a head's likeliest tokens."""
 
-    def release(self, session: Session) -> None:
-        self._states.pop(session.id, None)
+    name = "heads"
+
+    def __init__(self, heads: MarkovHeads, last_layer: int) -> None:
+        super().__init__(last_layer)
+        self._heads = heads
+        self._before: NDArray[np.float32] = heads.markov_in.weight.detach().float().cpu().numpy()
+        self._after: NDArray[np.float32] = heads.markov_out.weight.detach().float().cpu().numpy()
+        self._row_of: NDArray[np.int64] = heads.rows_of(torch.arange(heads.vocab_size)).cpu().numpy()
+        self._ids: NDArray[np.int64] = heads.token_map.cpu().numpy()
+
+    @property
+    def level_seconds(self) -> float:
+        """What a guess takes, for each of its tokens."""
+        weight = self._heads.fuse.weight
+        return self._seconds_of_guess(weight.shape[0], weight) / self._heads.num_heads
+
+    @torch.no_grad()
+    def _guess(self, hidden: Tensor, roots: Sequence[int]) -> list[Any]:
+        features = self._heads.features(hidden.to(self._heads.fuse.weight), torch.tensor(roots, device=hidden.device))
+        values, rows = self._heads.scores(features).topk(min(_NUM_CANDIDATES, len(self._ids)))
+        both = zip(values.transpose(0, 1).cpu().numpy(), rows.transpose(0, 1).cpu().numpy(), strict=True)
+        return [(scores, places, [self._after[of_head] for of_head in places]) for scores, places in both]
+
+    def _choices(self, guess: Any, depth: int, parent: int) -> tuple[list[int], list[float]]:
+        values, rows, after = guess
+        if depth >= len(values):
+            return [], []
+        scores = values[depth] + after[depth] @ self._before[self._row_of[parent]]
+        weights = np.exp(scores - scores.max())
+        best = np.argsort(-weights)[:_NUM_CHOICES]
+        return self._ids[rows[depth][best]].tolist(), (weights[best] / weights.sum()).tolist()

@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import LoadError
+from .markov import MarkovHeads
 from .medusa import MedusaHeads, from_tensors
 
+MARKOV = "outpace_heads"  # the model_type of our own heads
 FINGERPRINT = "outpace_base_fingerprint"  # in config.json: of the model that the heads were trained for
 _NUM_SAMPLES = 64
 
 
-def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads:
+def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads:
     """The heads in a folder, for a target model. Raises LoadError naming the field or tensor that does not fit."""
     folder = Path(path).expanduser()
     config = _config(folder)
     kind = str(config.get("model_type", "medusa"))
-    if kind != "medusa":
-        raise LoadError(f"{str(folder / 'config.json')!r} says model_type={kind!r}; only 'medusa' can be loaded.")
+    if kind not in ("medusa", MARKOV):
+        raise LoadError(
+            f"{str(folder / 'config.json')!r} says model_type={kind!r}; only 'medusa' and {MARKOV!r} can be loaded."
+        )
     known = config.get(FINGERPRINT)
     if known is not None and known != fingerprint(target):
         raise LoadError(
@@ -36,6 +40,8 @@ def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads:
         if config.get(name) not in (None, value):
             raise LoadError(f"The heads in {str(folder)!r} have {name}={config[name]}, and the model {name}={value}.")
     output = getattr(target, "get_output_embeddings", lambda: None)()
+    if kind == MARKOV:
+        return _markov(_tensors(folder), target)
     return from_tensors(
         _tensors(folder),
         text.hidden_size,
@@ -43,6 +49,51 @@ def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads:
         _count(config, "heads"),
         None if output is None else output.weight.detach(),
     )
+
+
+def new_heads(target: nn.Module, token_map: Tensor, num_heads: int, rank: int) -> MarkovHeads:
+    """Untrained heads on a target's own embedding and output layer."""
+    output = target.get_output_embeddings()  # type: ignore[operator]
+    embedding = target.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    return MarkovHeads(embedding, output.weight.detach(), token_map, num_heads, rank)
+
+
+def save_heads(heads: MarkovHeads, target: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
+    """config.json and model.safetensors (float16), each written whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.to(torch.float16) if tensor.is_floating_point() else tensor.to(torch.int32)).contiguous()
+        for name, tensor in heads.state_dict().items()
+    }
+    config = {
+        "model_type": MARKOV,
+        "num_heads": heads.num_heads,
+        "rank": heads.markov_in.embedding_dim,
+        "hidden_size": heads.fuse.out_features,
+        "draft_vocab_size": len(heads.token_map),
+        FINGERPRINT: fingerprint(target),
+        "provenance": provenance,
+    }
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial)
+    partial.replace(folder / "model.safetensors")
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=1), encoding="utf-8")
+    partial.replace(folder / "config.json")
+
+
+def _markov(tensors: dict[str, Tensor], target: nn.Module) -> MarkovHeads:
+    missing = {"token_map", "markov_in.weight", "fuse.weight"} - set(tensors)
+    if missing:
+        raise LoadError(f"The checkpoint lacks {', '.join(sorted(missing))}: it holds no heads of this kind.")
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    token_map = tensors["token_map"].to(torch.int64)
+    heads = new_heads(target, token_map, len(blocks), tensors["markov_in.weight"].shape[1])
+    try:
+        heads.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise LoadError(f"The heads do not fit: {str(error).splitlines()[-1].strip()}") from error
+    return heads.eval().requires_grad_(False)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -28,9 +28,13 @@ class MarkovHeads(nn.Module):
         self.confidence = nn.Linear(hidden + rank, 1)
         self.token_map: Tensor
         self.register_buffer("token_map", token_map)
-        self._embedding, self._rows = embedding, output[token_map]
-        self._row_of = torch.full((output.shape[0],), len(token_map), dtype=torch.int64)
-        self._row_of[token_map] = torch.arange(len(token_map))
+        row_of = torch.full((output.shape[0],), len(token_map), dtype=torch.int64, device=output.device)
+        row_of[token_map] = torch.arange(len(token_map), device=output.device)
+        self._rows: Tensor
+        self._row_of: Tensor
+        self.register_buffer("_rows", output[token_map], persistent=False)
+        self.register_buffer("_row_of", row_of, persistent=False)
+        self._embedding = embedding
         for layer in (self.fuse, *self.blocks):  # at first, every head says what the target's own output layer says
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -40,6 +44,11 @@ class MarkovHeads(nn.Module):
     @property
     def num_heads(self) -> int:
         return len(self.blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return len(self._row_of)
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """The row of each token id; len(token_map) for those that cannot be guessed."""
