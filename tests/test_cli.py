@@ -969,7 +969,7 @@ def test_the_help_page_is_the_one_that_was_agreed_on(name: str) -> None:
 def test_the_help_pages_have_every_option_and_every_command() -> None:
     """Whatever lays the page out: all commands and options are on it, and every option has every word of its help."""
     commands = _commands()
-    assert sorted(commands) == ["", "bench", "doctor", "generate", "profile", "tune", "verify"]
+    assert sorted(commands) == ["", "bench", "doctor", "evaluate", "generate", "profile", "train", "tune", "verify"]
     for name, command in commands.items():
         words = set(_words(run(*([name] if name else []), "--help").out).split())
         assert set(command.help.split()) <= words

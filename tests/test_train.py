@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from outpace import InputError, LoadError, SamplingParams, TrainingError, load
+from outpace.cli import app
 from outpace.drafters.heads import MarkovDrafter
 from outpace.heads.files import save_heads
 from outpace.heads.markov import MarkovHeads
@@ -20,7 +24,18 @@ from outpace.testing.models import tiny_model
 from outpace.testing.tokenizers import tiny_tokenizer
 from outpace.train import selftalk
 from outpace.train.fit import Recipe, Report, fit, losses
+from outpace.train.run import names
 from outpace.train.samples import Samples, Text, collect
+
+LETTERS = "".join(chr(0x4E00 + i) for i in range(VOCAB))
+
+
+def tokenizer_of_letters() -> Any:
+    """One character, one token."""
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, LETTERS[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +197,37 @@ def test_a_bias_of_the_parent_is_used(counter: Any, counted: Samples, tmp_path: 
     drafter = MarkovDrafter(heads.eval(), 2)
     result = load(counter, drafter=drafter, k=4).generate([1, 2, 20], SamplingParams(max_new_tokens=30))
     assert result.tokens == list(range(21, 51)) and result.stats.tokens_per_pass > 1.5
+
+
+def run_cli(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_train_and_evaluate_from_the_command_line(counter: Any, tmp_path: Path) -> None:
+    """From a folder of text to heads, to what they are worth; a second call goes on, and another plan is refused."""
+    model, text = tmp_path / "model", tmp_path / "text"
+    counter.save_pretrained(model)
+    tokenizer_of_letters().save_pretrained(model)
+    text.mkdir()
+    for first in range(30):
+        (text / f"{first}.txt").write_text("".join(LETTERS[(first + i) % VOCAB] for i in range(40)))
+    options = ("--data", text, "--out", tmp_path / "heads", "--steps", 200, "--batch", 64, "--learning-rate", 3e-3)
+    found = run_cli("train", model, *options, "--json")
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert min(report["accuracies"]) > 0.8
+    assert run_cli("train", model, *options).exit_code == 0
+    refused = run_cli("train", model, *options[:-2])
+    assert isinstance(refused.exception, InputError) and "another recipe" in str(refused.exception)
+    (tmp_path / "prompts.txt").write_text(LETTERS[3:9] + "\n" + LETTERS[20:24])
+    seen = run_cli("evaluate", tmp_path / "heads", model, "--prompts", tmp_path / "prompts.txt", "-n", 40, "--json")
+    assert seen.exit_code == 0, seen.output
+    worth = json.loads(seen.stdout)
+    assert worth["num_identical"] == worth["num_texts"] == 2
+    assert abs(worth["accuracies"][0] - worth["acceptance"][0]) < 0.03
+    assert worth["tokens_per_pass"] > 3
+
+
+def test_data_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="data must be 'self', a file or a folder, got '/no/such'"):
+        names(["/no/such"])

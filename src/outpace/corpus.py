@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ def read_corpus(
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
         memory.save(cached, tokenizer)
     return store
+
+
+def texts_of(path: str | Path, limit: int) -> Iterator[str]:
+    """The texts of a file or of the files in a folder, oldest first, at most `limit` bytes of each."""
+    yield from (text for file in _files(Path(path).expanduser()) if (text := _text(file, limit)))
 
 
 def _stored(file: Path, tokenizer: Any, max_tokens: int) -> TextStore:

@@ -11,8 +11,10 @@ import typer
 from ..errors import OutpaceError
 from .bench import bench
 from .doctor import doctor
+from .evaluate import evaluate
 from .generate import generate
 from .profile import profile
+from .train import train
 from .tune import tune
 from .verify import verify
 
@@ -29,7 +31,9 @@ app.command()(doctor)
 app.command()(profile)
 app.command()(tune)
 app.command()(bench)
-_COMMANDS = ("generate", "verify", "doctor", "profile", "tune", "bench")
+app.command()(train)
+app.command()(evaluate)
+_COMMANDS = ("generate", "verify", "doctor", "profile", "tune", "bench", "train", "evaluate")
 
 
 @app.callback(invoke_without_command=True)
