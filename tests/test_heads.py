@@ -139,7 +139,7 @@ def test_a_fingerprint_is_of_the_weights(counter: Any) -> None:
         ({"config": {"hidden_size": 32}}, "hidden_size=32, and the model hidden_size=64"),
         ({"config": {"vocab_size": 100}}, "vocab_size=100"),
         ({"config": {"num_heads": 5}}, "num_heads=5, and the checkpoint has 4 heads"),
-        ({"config": {"model_type": "eagle"}}, "model_type='eagle'; only 'medusa' and 'outpace_heads'"),
+        ({"config": {"model_type": "eagle"}}, "model_type='eagle'; only 'medusa', 'outpace_heads' and EAGLE-3"),
         ({"config": {FINGERPRINT: "0123"}}, f"trained for another model: {FINGERPRINT} is '0123'"),
         ({"tensors": {"lm_heads.1.weight": torch.zeros(64, 32)}}, "outputs.1.weight has shape"),
         ({"tensors": {"lm_heads.0.weight": torch.zeros(99, 64)}}, "99 rows and the target 64 token ids"),

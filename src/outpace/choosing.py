@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from . import models
 from .corpus import read_corpus
 from .drafters.base import Drafter, NoDrafter
+from .drafters.eagle import EagleDrafter
 from .drafters.early_exit import EarlyExitDrafter, best_count, first_layers
 from .drafters.heads import MarkovDrafter, MedusaDrafter
 from .drafters.lookahead import JacobiDrafter, LookaheadDrafter
@@ -21,6 +22,7 @@ from .drafters.suffix import DEFAULT_LEAST_VALUE, SuffixDrafter
 from .drafters.texts import TextStore
 from .drafters.translated import TranslatedDrafter
 from .errors import InputError, LoadError
+from .heads.eagle import EagleLayer
 from .heads.files import load_heads
 from .heads.markov import MarkovHeads
 from .probe import probe
@@ -40,7 +42,7 @@ DRAFTERS: dict[DrafterName, str] = {
     "lookahead": "the target's own parallel guesses, kept as n-grams; wants many nodes",
     "jacobi": "the target's own choices behind a guess; a baseline",
     "model": "a smaller model with the same vocabulary, given by draft_model",
-    "heads": "trained heads on the model's last hidden state, given by heads",
+    "heads": "trained heads on the model's hidden states (Medusa, EAGLE-3, our own), given by heads",
     "self": "the model itself with weights of 8 bits; needs no other model",
     "early-exit": "the model's own first layers and its head; needs no other model",
     "none": "plain decoding",
@@ -242,6 +244,8 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
 def _heads_drafter(target: Target, options: DraftOptions) -> Drafter:
     assert options.heads is not None, "names_of asks for heads"
     heads, last_layer = load_heads(options.heads, target.original), int(target.config.num_hidden_layers)
+    if isinstance(heads, EagleLayer):
+        return EagleDrafter(heads.to(target.device, target.dtype))
     if isinstance(heads, MarkovHeads):
         return MarkovDrafter(heads.to(target.device), last_layer)
     return MedusaDrafter(heads.to(target.device, target.dtype), last_layer)

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import LoadError
+from .eagle import EagleLayer
+from .eagle_files import from_checkpoint, is_eagle
 from .markov import MarkovHeads
 from .medusa import MedusaHeads, from_tensors
 
@@ -20,14 +22,19 @@ FINGERPRINT = "outpace_base_fingerprint"  # in config.json: of the model that th
 _NUM_SAMPLES = 64
 
 
-def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads:
+def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads | EagleLayer:
     """The heads in a folder, for a target model. Raises LoadError naming the field or tensor that does not fit."""
     folder = Path(path).expanduser()
     config = _config(folder)
+    text = target.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    if is_eagle(config):
+        embedding = target.get_input_embeddings().weight.detach()  # type: ignore[operator]
+        return from_checkpoint(_tensors(folder), config, embedding, int(text.num_hidden_layers))
     kind = str(config.get("model_type", "medusa"))
     if kind not in ("medusa", MARKOV):
         raise LoadError(
-            f"{str(folder / 'config.json')!r} says model_type={kind!r}; only 'medusa' and {MARKOV!r} can be loaded."
+            f"{str(folder / 'config.json')!r} says model_type={kind!r}; only 'medusa', {MARKOV!r} and EAGLE-3 heads "
+            "can be loaded."
         )
     known = config.get(FINGERPRINT)
     if known is not None and known != fingerprint(target):
@@ -35,7 +42,6 @@ def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads
             f"The heads in {str(folder)!r} were trained for another model: {FINGERPRINT} is {known!r}, and this "
             f"model's is {fingerprint(target)!r}. Use the heads of this model, or train some."
         )
-    text = target.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     for name, value in (("hidden_size", text.hidden_size), ("vocab_size", text.vocab_size)):
         if config.get(name) not in (None, value):
             raise LoadError(f"The heads in {str(folder)!r} have {name}={config[name]}, and the model {name}={value}.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ..heads.eagle import EagleLayer, EagleShape
 from ..heads.medusa import MedusaHeads
 
 VOCAB = 64
@@ -55,3 +56,24 @@ def counter_heads(num_heads: int = 4) -> MedusaHeads:
         for place, output in enumerate(heads.outputs):
             output.get_parameter("weight").copy_(shift(2 + place))
     return heads.eval().requires_grad_(False)
+
+
+def counter_eagle() -> EagleLayer:
+    """An EAGLE-3 head of the counter, which ignores the target's states.
+
+    Its attention looks for the token itself (queries and keys are the embedding, scaled), and so copies the embedding
+    of the token it follows, louder than what came before; the output layer then says the next one.
+    """
+    shape = EagleShape(VOCAB, VOCAB, 3, 16, 1, 1, VOCAB, VOCAB, rope_theta=1e6, norm_output=True)
+    head = EagleLayer(shape, torch.eye(VOCAB), torch.arange(VOCAB), (1, 2, 3))
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" not in name:
+                parameter.zero_()
+        copied = torch.cat([torch.eye(VOCAB), torch.zeros(VOCAB, VOCAB)], dim=1)
+        head.q_proj.weight.copy_(8 * copied)
+        head.k_proj.weight.copy_(8 * copied)
+        head.v_proj.weight.copy_(copied)
+        head.o_proj.weight.copy_(100 * torch.eye(VOCAB))
+        head.lm_head.weight.copy_(shift(1))
+    return head.eval().requires_grad_(False)
