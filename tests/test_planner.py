@@ -158,6 +158,19 @@ def test_what_is_too_dear_even_if_every_guess_was_right_is_never_tried() -> None
         assert (budget.nodes > 0) == is_on
 
 
+def test_a_first_draft_that_took_long_is_not_the_last() -> None:
+    """It reads the prompt, or the machine was busy: drafts are paused, and tried again."""
+    planner = Planner(CostCurve({(1, n): _line(0.1)(n) for n in (1, 2, 4, 8, 16, 17)}))
+    asked = 0
+    for _ in range(600):
+        (budget,) = planner.budgets([Budget(16, 16, True)])
+        tree = _chain(*[0.9] * (4 if budget.nodes else 0))
+        drafting = 0.0 if not budget.nodes else 50.0 if asked == 0 else 0.2
+        asked += budget.nodes > 0
+        planner.observe([tree], len(tree), len(tree) - 1, drafting, _line(0.1)(len(tree)))
+    assert asked > 50
+
+
 def test_drafts_that_are_skipped_are_taken_up_within_a_few_rounds() -> None:
     world = _World(_line(0.1), 0.02, lambda index: 0.0 if index < 100 else 0.9)
     world.run(100)

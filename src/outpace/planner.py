@@ -26,6 +26,7 @@ _DEPTHS = (1, 2, 4, 8, 16, 32)  # of drafts, at which the best case is looked at
 _MOST_LOST = 1.0  # plain passes that may be lost to drafts before they are switched off
 _PLAIN_EVERY = 64  # rounds, at most, without a look at what a plain pass costs now: contexts grow
 _LOST_SHARE = 0.015  # of the time in which they are off, until they are tried again
+_LONGEST_PAUSE = 400  # rounds: one draft that took very long, reading a prompt, says little about the next
 
 
 @dataclass(slots=True)
@@ -65,8 +66,11 @@ class Planner:
         return self._state(num_rows).pause == 0 and self._best_case(num_rows) >= MARGIN
 
     def _best_case(self, num_rows: int) -> float:
-        """The speed against plain decoding if every guess was right: what is too dear then is not even tried."""
-        level, plain = self._per_level(num_rows), self.costs.seconds(num_rows, 1)
+        """The speed against plain decoding if every guess was right: what is too dear then is not even tried.
+
+        By what drafting was known to cost: what it took since may hold the reading of a prompt.
+        """
+        level, plain = self._level_seconds, self.costs.seconds(num_rows, 1)
         if level < _CHEAP * plain:
             return math.inf
         return max((d + 1) * plain / (d * level + self.costs.seconds(num_rows, d + 1)) for d in _DEPTHS)
@@ -150,7 +154,7 @@ class Planner:
             return
         state.lost = max(0.0, state.lost + MARGIN * spent - expected)
         if state.lost > _MOST_LOST and self.gain(num_rows) < MARGIN:
-            state.pause = max(1, int(state.lost / _LOST_SHARE))
+            state.pause = min(_LONGEST_PAUSE, max(1, int(state.lost / _LOST_SHARE)))
 
     def _honesty(self, num_rows: int) -> float:
         """How many of the promised tokens were kept."""
