@@ -226,6 +226,25 @@ def test_train_and_evaluate_from_the_command_line(counter: Any, tmp_path: Path) 
     assert worth["num_identical"] == worth["num_texts"] == 2
     assert abs(worth["accuracies"][0] - worth["acceptance"][0]) < 0.03
     assert worth["tokens_per_pass"] > 3
+    profile = tmp_path / "profile.json"
+    tuned = run_cli(
+        "tune",
+        model,
+        "--heads",
+        tmp_path / "heads",
+        "--prompts",
+        tmp_path / "prompts.txt",
+        "-n",
+        24,
+        "--out",
+        profile,
+        "--json",
+    )
+    assert tuned.exit_code == 0, tuned.output
+    trials = {trial["name"]: trial for trial in json.loads(tuned.stdout)["trials"]}
+    assert trials["heads"]["is_identical"] and trials["suffix+recycle+heads"]["is_identical"]
+    profile.write_text(json.dumps({"format": "outpace-profile", "settings": trials["heads"]["settings"]}))
+    assert load(model, profile=profile).drafter.name == "heads"
 
 
 def test_data_that_is_not_there_is_refused() -> None:

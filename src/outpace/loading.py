@@ -32,6 +32,7 @@ PlannerName = Literal["auto", "off"]
 KernelsName = Literal["auto", "stock"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+_PROFILED = ("drafter", "draft_model", "heads")  # arguments of `load` that a profile may hold
 PROFILE_FORMAT = "outpace-profile"  # the mark of files that `outpace tune` writes
 
 _log = logging.getLogger("outpace")
@@ -96,10 +97,10 @@ def load(
     Raises InputError for bad arguments and LoadError for a model that cannot be decoded exactly, naming why.
     """
     if profile is not None:
-        if drafter is not None or draft_model is not None:
-            raise InputError("profile names a drafter, and so do drafter and draft_model. Leave one of them out.")
+        if drafter is not None or draft_model is not None or heads is not None:
+            raise InputError("profile names a drafter, as drafter, draft_model and heads do. Leave one of them out.")
         settings = read_profile(profile)
-        drafter, draft_model = settings.get("drafter"), settings.get("draft_model")
+        drafter, draft_model, heads = (settings.get(name) for name in _PROFILED)
     draft_options = DraftOptions(
         draft_model=draft_model,
         draft_tokenizer=draft_tokenizer,
@@ -183,7 +184,7 @@ def read_profile(path: str | Path) -> dict[str, Any]:
         settings = data["settings"] if data["format"] == PROFILE_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"The profile {str(path)!r} cannot be read: {error!r}. Write one with outpace tune.") from error
-    if not isinstance(settings, dict) or not set(settings) <= {"drafter", "draft_model"}:
+    if not isinstance(settings, dict) or not set(settings) <= set(_PROFILED):
         raise LoadError(f"{str(path)!r} is no profile of outpace. Write one with outpace tune.")
     return settings
 

@@ -39,13 +39,16 @@ class Trial:
     refusal: str = ""
 
 
-def candidates(draft_model: Any) -> list[tuple[str, dict[str, Any]]]:
+def candidates(draft_model: Any, heads: str | None = None) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments of `load`) of everything worth trying."""
     names = ["suffix", "recycle", "suffix+recycle", "lookahead", "self", "early-exit"]
     found: list[tuple[str, dict[str, Any]]] = [(name, {"drafter": name}) for name in names]
     if draft_model is not None:
         for name in ("model", "suffix+model"):
             found.append((name, {"drafter": name, "draft_model": draft_model}))
+    if heads is not None:
+        for name in ("heads", "suffix+recycle+heads"):
+            found.append((name, {"drafter": name, "heads": heads}))
     return found
 
 
@@ -55,13 +58,14 @@ def tune(
     params: SamplingParams,
     draft_model: Any = None,
     progress: Callable[[str, int, int], None] | None = None,
+    heads: str | None = None,
 ) -> list[Trial]:
     """Decode every prompt with every candidate, in turns with plain decoding; the fastest first.
 
     plain: an engine without drafts. params: of all prompts; a seed is needed where the temperature is not 0.
     """
     trials, engines = [], []
-    for name, settings in candidates(draft_model):
+    for name, settings in candidates(draft_model, heads):
         before = _megabytes()
         try:
             engine = load(plain.target.original, tokenizer=plain.tokenizer, planner="auto", **settings)

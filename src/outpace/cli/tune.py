@@ -13,7 +13,7 @@ from rich.table import Table
 from .. import profiling, tuning
 from ..prompts import BUILT_IN, read_prompts
 from ..sampling import SamplingParams
-from .options import Device, DraftModel, Dtype, Json, counting_bar, load_engine, talk, to_json, usable
+from .options import Device, DraftModel, Dtype, Heads, Json, counting_bar, load_engine, talk, to_json, usable
 
 
 def tune(
@@ -25,6 +25,7 @@ def tune(
         typer.Option(help="Your prompts: lines of text, or JSON lines (prompt, messages or turns). Default: ours."),
     ] = None,
     draft_model: DraftModel = None,
+    heads: Heads = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts to use, from the beginning of the file.")] = 8,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=8, help="Per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy. Use what you will use.")] = 0.0,
@@ -49,6 +50,7 @@ def tune(
             params,
             draft_model,
             lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
+            heads,
         )
     facts = profiling.facts(plain.target)
     tuning.save_profile(out, trials, facts)
