@@ -19,6 +19,7 @@ from outpace.heads.eagle import EagleCache, EagleLayer, EagleShape
 from outpace.heads.eagle_files import from_checkpoint
 from outpace.testing.counter import VOCAB, counter_eagle, counter_model
 from outpace.testing.models import PROMPTS, tiny_model
+from outpace.train.unrolled import unrolled
 from outpace.tree import TokenTree
 
 SHAPE = EagleShape(64, 64, 3, 96, 4, 2, 16, 512)
@@ -191,3 +192,21 @@ def test_a_checkpoint_is_loaded_by_name(tmp_path: Path) -> None:
     result = load(counter, drafter="heads", heads=tmp_path, k=4).generate([5], SamplingParams(max_new_tokens=41))
     assert result.tokens == [(6 + i) % VOCAB for i in range(41)] and result.stats.num_verifications <= 10
     assert load(counter, heads=tmp_path).drafter.name == "suffix+recycle+eagle"
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_before_residual": True}, {"norm_output": True}])
+def test_unrolled_steps_are_those_of_drafting(fields: dict[str, Any]) -> None:
+    """Step j of training, at every place, is what a chain of j + 1 drafts says there."""
+    head = random_head(3, **fields)
+    tokens = torch.randint(0, 512, (14,), generator=torch.Generator().manual_seed(0))
+    mixed = torch.randn(14, 64, generator=torch.Generator().manual_seed(1))
+    steps = unrolled(head, tokens, mixed, 4)
+    assert [len(logits) for logits in steps] == [13, 12, 11, 10]
+    for place in range(10):
+        known = mixed[: place + 1]
+        for step in range(4):
+            count = place + 1 + step
+            visible = torch.ones(count, count, dtype=torch.bool).tril()
+            logits, out, _ = head(tokens[1 : 1 + count], known, torch.arange(count), EagleCache(), visible)
+            known = torch.cat([known, out[-1:]])
+            assert torch.allclose(steps[step][place], logits[-1], atol=1e-4)

@@ -100,10 +100,19 @@ class EagleLayer(nn.Module):
 
         Returns [n, rows] logits, [n, hidden] states for a deeper step, and (keys, values) of the cache with these n.
         """
+        queries, keys, values, residual = self.projected(tokens, states, positions)
+        keys, values = cache.extended(keys, values)
+        attended = nn.functional.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=visible[None, None], enable_gqa=True
+        )
+        logits, deeper = self.finished(residual, attended[0])
+        return logits, deeper, (keys, values)
+
+    def projected(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(queries [heads, n, head dim], keys and values [kv heads, n, head dim], residual [n, hidden])."""
         shape = self.shape
         embedded = self.input_layernorm(self._embedding[tokens].to(states))
         normed = self.hidden_norm(states)
-        residual = normed if shape.norm_before_residual else states
         both = torch.cat([embedded, normed], dim=-1)
         queries, keys, values = (
             projection(both).view(len(tokens), heads, shape.head_dim).transpose(0, 1)
@@ -114,15 +123,15 @@ class EagleLayer(nn.Module):
             )
         )
         queries, keys = _rotated(queries, positions, shape.rope_theta), _rotated(keys, positions, shape.rope_theta)
-        keys, values = cache.extended(keys, values)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=visible[None, None], enable_gqa=True
-        )
-        hidden = residual + self.o_proj(attended[0].transpose(0, 1).reshape(len(tokens), -1))
+        return queries, keys, values, normed if shape.norm_before_residual else states
+
+    def finished(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """attended: [heads, n, head dim] -> ([n, rows] logits, [n, hidden] states for a deeper step)."""
+        hidden = residual + self.o_proj(attended.transpose(0, 1).reshape(len(residual), -1))
         normed = self.post_attention_layernorm(hidden)
         hidden = hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
         output = self.norm(hidden)
-        return self.lm_head(output), output if shape.norm_output else hidden, (keys, values)
+        return self.lm_head(output), output if self.shape.norm_output else hidden
 
 
 class _Norm(nn.Module):
