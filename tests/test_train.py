@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from outpace import InputError, LoadError, SamplingParams, TrainingError, load
 from outpace.cli import app
+from outpace.drafters.eagle import EagleDrafter
 from outpace.drafters.heads import MarkovDrafter
+from outpace.heads.eagle import EagleLayer, EagleShape
 from outpace.heads.files import save_heads
 from outpace.heads.markov import MarkovHeads
 from outpace.target import Target
@@ -23,7 +25,8 @@ from outpace.testing.counter import VOCAB, counter_model
 from outpace.testing.models import tiny_model
 from outpace.testing.tokenizers import tiny_tokenizer
 from outpace.train import selftalk
-from outpace.train.fit import Recipe, Report, fit, losses
+from outpace.train.fit import Recipe, Report, fit
+from outpace.train.losses import eagle_batches, markov_batches, of_markov
 from outpace.train.run import names
 from outpace.train.samples import Samples, Text, collect
 
@@ -65,6 +68,10 @@ def heads_of(model: Any, samples: Samples, num_heads: int = 4, rows: int = 1000)
     )
 
 
+def train(heads: MarkovHeads, samples: Samples, recipe: Recipe, *rest: Any, **more: Any) -> Report:
+    return fit(heads, markov_batches(heads, samples, recipe.batch), recipe, *rest, **more)
+
+
 def test_samples_are_what_the_model_thinks(counter: Any, counted: Samples) -> None:
     """Hidden states and distributions are those of a forward of the whole text; labels stay in a text's answer."""
     text = counted.text == 4
@@ -84,7 +91,7 @@ def test_every_heads_loss_falls_and_the_model_stays_as_it_was(counter: Any, coun
     """T-N1: by far more than a fifth; a model that counts is learned to the last token."""
     before = {name: parameter.clone() for name, parameter in counter.named_parameters()}
     reports: list[Report] = []
-    last = fit(heads_of(counter, counted), counted, Recipe(300, 128, 3e-3), report=reports.append)
+    last = train(heads_of(counter, counted), counted, Recipe(300, 128, 3e-3), report=reports.append)
     assert len(reports) == 300 and last == reports[-1]
     for first, end in zip(reports[0].losses, last.losses, strict=True):
         assert end < 0.5 * first
@@ -95,7 +102,7 @@ def test_every_heads_loss_falls_and_the_model_stays_as_it_was(counter: Any, coun
 def test_a_loss_by_hand(counter: Any, counted: Samples) -> None:
     """Untrained heads say what the target's output layer says: the root again. TV is then 1, and so is a."""
     heads = heads_of(counter, counted)
-    each, accuracies = losses(heads, counted, counted.anchors(4)[2:7])
+    each, accuracies = of_markov(heads, counted, counted.anchors(4)[2:7])
     assert accuracies.tolist() == [0.0] * 4
     assert each.tolist() == pytest.approx([8 * 8] * 4, rel=0.01), "the margin of the counter"
 
@@ -104,7 +111,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(counter: Any, counted: Samp
     """T-N6: the same numbers bit for bit, whether or not it was interrupted."""
     recipe = Recipe(30, 64, 3e-3)
     whole = heads_of(counter, counted)
-    wanted = fit(whole, counted, recipe)
+    wanted = train(whole, counted, recipe)
 
     def stop(report: Report) -> None:
         if report.step == 17:
@@ -112,30 +119,30 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(counter: Any, counted: Samp
 
     path = tmp_path / "state.pt"
     with pytest.raises(KeyboardInterrupt):
-        fit(heads_of(counter, counted), counted, recipe, path, stop, save_every=10)
+        train(heads_of(counter, counted), counted, recipe, path, stop, save_every=10)
     reports: list[Report] = []
     again = heads_of(counter, counted)
-    assert fit(again, counted, recipe, path, reports.append, save_every=10) == wanted
+    assert train(again, counted, recipe, path, reports.append, save_every=10) == wanted
     assert [report.step for report in reports] == list(range(11, 31))
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
     with pytest.raises(InputError, match="the state of another recipe"):
-        fit(again, counted, replace(recipe, batch=65), path)
+        train(again, counted, replace(recipe, batch=65), path)
 
 
 def test_bad_data_and_bad_rates_stop_with_the_reason(counter: Any, counted: Samples, tmp_path: Path) -> None:
     """T-N2: a mask that hides every label, a text without answers, a learning rate of a million."""
     hidden = replace(counted, is_answer=torch.zeros_like(counted.is_answer))
     with pytest.raises(InputError, match="there is nothing to learn"):
-        fit(heads_of(counter, counted), hidden, Recipe(10, 8))
+        train(heads_of(counter, counted), hidden, Recipe(10, 8))
     with pytest.raises(InputError, match="nothing to learn from"):
         collect(Target(counter), [Text((1, 2, 3), 3)])
     path = tmp_path / "state.pt"
     broken = replace(counted, hidden=counted.hidden * float("nan"))
     with pytest.raises(TrainingError, match="does not converge"):
-        fit(heads_of(counter, counted), broken, Recipe(10, 8), path, save_every=1)
+        train(heads_of(counter, counted), broken, Recipe(10, 8), path, save_every=1)
     with pytest.raises(TrainingError, match="learning_rate=1e"):
-        fit(heads_of(counter, counted), counted, Recipe(300, 64, 1e30), path, save_every=1000)
+        train(heads_of(counter, counted), counted, Recipe(300, 64, 1e30), path, save_every=1000)
     assert not path.exists()
 
 
@@ -165,7 +172,7 @@ def test_a_model_writes_its_own_prompts_and_answers() -> None:
 def test_trained_heads_are_saved_and_accepted(counter: Any, counted: Samples, tmp_path: Path) -> None:
     """What the heads learned holds online, from the file, in half precision, greedy and sampled, alone and batched."""
     heads = heads_of(counter, counted)
-    last = fit(heads, counted, Recipe(300, 128, 3e-3))
+    last = train(heads, counted, Recipe(300, 128, 3e-3))
     save_heads(heads, counter, tmp_path / "heads", {"command": "test"})
     engine = load(counter, drafter="heads", heads=tmp_path / "heads", k=4)
     for temperature in (0.0, 0.7):
@@ -250,3 +257,26 @@ def test_train_and_evaluate_from_the_command_line(counter: Any, tmp_path: Path) 
 def test_data_that_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="data must be 'self', a file or a folder, got '/no/such'"):
         names(["/no/such"])
+
+
+def test_an_eagle_head_learns_and_is_accepted(counter: Any) -> None:
+    """Every step's loss falls by more than a fifth, and what was learned holds online, in chains of its own outputs."""
+    engine = load(counter, drafter="none")
+    texts = []
+    for first in range(0, VOCAB, 2):
+        result = engine.generate([9, 3, first], SamplingParams(max_new_tokens=24))
+        texts.append(Text((*result.prompt_tokens, *result.tokens), 3))
+    layers = (0, 1, 2)
+    samples = collect(Target(counter), texts, layers=layers)
+    torch.manual_seed(0)
+    shape = EagleShape(VOCAB, VOCAB, 3, 64, 2, 1, 32, VOCAB)
+    embedding = counter.get_input_embeddings().weight.detach()
+    head = EagleLayer(shape, embedding, torch.arange(VOCAB), layers)
+    reports: list[Report] = []
+    last = fit(head, eagle_batches(head, samples, 256, 3), Recipe(150, 256, 3e-3), report=reports.append)
+    assert all(end < 0.8 * begin for begin, end in zip(reports[0].losses, last.losses, strict=True))
+    assert min(last.accuracies) > 0.9
+    head.requires_grad_(False)
+    result = load(counter, drafter=EagleDrafter(head), k=4).generate([9, 3, 21], SamplingParams(max_new_tokens=41))
+    assert result.tokens == [(22 + i) % VOCAB for i in range(41)]
+    assert result.stats.tokens_per_pass > 2.5

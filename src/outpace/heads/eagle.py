@@ -88,6 +88,11 @@ class EagleLayer(nn.Module):
         self.register_buffer("token_map", token_map)
         self._embedding = embedding
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return self._embedding.shape[0]
+
     def mixed(self, states: Tensor) -> Tensor:
         """[n, num_states * target_hidden] -> [n, hidden]."""
         found: Tensor = self.fc(states.to(self.fc.weight))

@@ -1,4 +1,4 @@
-"""Trains heads on samples: the loss, the steps, and a state that a killed run goes on from."""
+"""Trains heads on batches: the steps, and a state that a killed run goes on from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import InputError, TrainingError
-from ..heads.markov import MarkovHeads
-from .samples import Samples
+from .losses import Draw
 
 _DEPTH_WEIGHT = 0.8  # of head k: 0.8 ** k
 _WARM_UP = 0.04
@@ -22,7 +21,8 @@ _CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """num_steps steps of `batch` places each, AdamW with a cosine from `learning_rate`. seed: of order and start."""
+    """num_steps steps of `batch` places (or answered tokens) each, AdamW with a cosine from `learning_rate`. seed: of
+    order and start."""
 
     num_steps: int = 2000
     batch: int = 1024
@@ -48,68 +48,33 @@ class Report:
         return expected
 
 
-def losses(heads: MarkovHeads, samples: Samples, places: Tensor) -> tuple[Tensor, Tensor]:
-    """([heads] losses, [heads] accuracies) at places t. Head k sees the hidden state of t and the token t + 1 + k, and
-    guesses the target's distribution of token t + 2 + k.
-
-    loss = a KL(p, q) + (1 - a) TV(p, q) with a = exp(-3 sum min(p, q)) (LK losses, arXiv 2602.23881), over the target's
-    likeliest tokens; plus the cross-entropy of the confidence with 1 - TV.
-    """
-    steps = torch.arange(heads.num_heads)
-    parents = samples.tokens[places[:, None] + 1 + steps]
-    logits, sureness = heads(samples.hidden[places].float(), parents)
-    log_q = logits.log_softmax(-1)
-    before = places + 1 + steps[:, None]  # [heads, n]: where the target says what head k shall guess
-    rows = heads.rows_of(samples.top_ids[before].long())
-    can = rows < logits.shape[-1]
-    p = samples.top_probs[before].float() * can
-    own = log_q.gather(-1, rows.clamp_max(logits.shape[-1] - 1))
-    q = own.exp() * can
-    common = torch.minimum(p, q).sum(-1)
-    mass = p.sum(-1).clamp_min(1e-6)
-    divergence = (p * (p.clamp_min(1e-9).log() - own) * can).sum(-1) / mass
-    share = torch.exp(-3 * common).detach()
-    sure = nn.functional.binary_cross_entropy_with_logits(sureness, common.detach().clamp(0, 1), reduction="none")
-    loss = share * divergence + (1 - share) * (1 - common) + 0.1 * sure
-    labels = samples.tokens[places + 2 + steps[:, None]]
-    hits = heads.token_map[logits.argmax(-1)] == labels
-    return loss.mean(-1), hits.float().mean(-1)
-
-
 def fit(
-    heads: MarkovHeads,
-    samples: Samples,
+    heads: nn.Module,
+    draw: Draw,
     recipe: Recipe,
     state_path: Path | None = None,
     report: Callable[[Report], None] | None = None,
     save_every: int = 200,
 ) -> Report:
-    """Train in place; the last report. state_path: where the state is kept, and gone on from if it is there.
+    """Train in place on batches; the last report. state_path: where the state is kept, and gone on from if it is there.
 
-    Raises InputError where no place has labels, and TrainingError where a loss is no number.
+    Raises TrainingError where a loss is no number.
     """
-    anchors = samples.anchors(heads.num_heads)
-    if len(anchors) == 0:
-        raise InputError(
-            f"No token of the texts has {heads.num_heads + 1} tokens of an answer behind it: there is nothing to learn."
-        )
     optimizer = torch.optim.AdamW(heads.parameters(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.num_steps))
-    weights = _DEPTH_WEIGHT ** torch.arange(heads.num_heads)
     first = _resume(state_path, heads, optimizer, schedule, recipe) if state_path is not None else 0
     last = Report(first, (), ())
     heads.train()
     for step in range(first, recipe.num_steps):
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        places = anchors[torch.randint(len(anchors), (recipe.batch,), generator=generator)]
-        each, accuracies = losses(heads, samples, places)
+        each, accuracies = draw(generator)
         if not bool(each.isfinite().all()):
             raise TrainingError(
                 f"The loss of step {step} is {each.tolist()}: training with learning_rate={recipe.learning_rate:g} "
                 "does not converge. Lower it. Nothing was written."
             )
         optimizer.zero_grad()
-        (each * weights).sum().backward()
+        (each * _DEPTH_WEIGHT ** torch.arange(len(each))).sum().backward()
         nn.utils.clip_grad_norm_(heads.parameters(), _CLIP)
         optimizer.step()
         schedule.step()

@@ -16,7 +16,8 @@ from ..errors import InputError
 from ..heads.files import new_heads, save_heads
 from ..heads.markov import MarkovHeads
 from . import selftalk
-from .fit import Recipe, Report, fit, losses
+from .fit import Recipe, Report, fit
+from .losses import markov_batches, of_markov
 from .samples import Samples, Text, collect
 
 Progress = Callable[[str, int, int, str], None]
@@ -71,7 +72,7 @@ def train(engine: Engine, plan: Plan, out: Path, progress: Progress, provenance:
         more = f"accuracy {accuracies}, about {last.tokens_per_pass:.2f} tokens per pass"
         progress("Training", last.step, plan.recipe.num_steps, more)
 
-    last = fit(heads, learned, plan.recipe, work / "state.pt", report)
+    last = fit(heads, markov_batches(heads, learned, plan.recipe.batch), plan.recipe, work / "state.pt", report)
     accuracies = evaluate(heads, held_out)
     found = Trained(last, accuracies, len(learned.tokens))
     save_heads(heads, target, out, provenance | {"plan": asdict(plan), "result": asdict(found)})
@@ -87,7 +88,7 @@ def evaluate(heads: MarkovHeads, samples: Samples) -> tuple[float, ...]:
     total = torch.zeros(heads.num_heads)
     for start in range(0, len(anchors), 1024):
         places = anchors[start : start + 1024]
-        total += losses(heads, samples, places)[1] * len(places)
+        total += of_markov(heads, samples, places)[1] * len(places)
     return tuple((total / len(anchors)).tolist())
 
 

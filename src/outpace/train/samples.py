@@ -29,8 +29,8 @@ class Text:
 class Samples:
     """All tokens of many texts, one behind the other.
 
-    tokens: [n] int64. is_answer: [n] bool. text: [n] int64, which text. hidden: [n, H] float16, the target's last
-    hidden state at each token. top_ids, top_probs: [n, top] int32 and float16, the target's distribution behind it.
+    tokens: [n] int64. is_answer: [n] bool. text: [n] int64, which text. hidden: [n, layers * H] float16, the target's
+    hidden states at each token. top_ids, top_probs: [n, top] int32 and float16, the target's distribution behind it.
     """
 
     tokens: Tensor
@@ -77,11 +77,19 @@ class Samples:
 
 
 @torch.no_grad()
-def collect(target: Target, texts: Sequence[Text], progress: Callable[[int, int], None] | None = None) -> Samples:
-    """Let the target read texts. Raises InputError where there is nothing to learn."""
+def collect(
+    target: Target,
+    texts: Sequence[Text],
+    progress: Callable[[int, int], None] | None = None,
+    layers: Sequence[int] = (),
+) -> Samples:
+    """Let the target read texts. layers: the hidden states to keep, side by side; by default the last one.
+
+    Raises InputError where there is nothing to learn.
+    """
     if not any(len(text.tokens) > text.num_prompt for text in texts):
         raise InputError("The texts hold no token of the model's own words: there is nothing to learn from.")
-    last = int(target.config.num_hidden_layers)
+    layers = layers or (int(target.config.num_hidden_layers),)
     parts: list[dict[str, Tensor]] = []
     for index, text in enumerate(texts):
         if progress is not None:
@@ -90,7 +98,7 @@ def collect(target: Target, texts: Sequence[Text], progress: Callable[[int, int]
         row = cache.add_row()
         for start in range(0, len(text.tokens), _CHUNK):
             chunk = text.tokens[start : start + _CHUNK]
-            (output,) = target.forward(cache, [Block.chain(row, chunk, num_logits=len(chunk))], [last])
+            (output,) = target.forward(cache, [Block.chain(row, chunk, num_logits=len(chunk))], layers)
             cache.keep(row, range(len(chunk)))
             values, ids = output.logits.float().topk(min(_NUM_TOP, output.logits.shape[-1]))
             probs = (values - output.logits.float().logsumexp(-1, keepdim=True)).exp()
@@ -100,7 +108,7 @@ def collect(target: Target, texts: Sequence[Text], progress: Callable[[int, int]
                     "tokens": torch.tensor(chunk),
                     "is_answer": places >= text.num_prompt,
                     "text": torch.full((len(chunk),), index),
-                    "hidden": output.hidden[last].to(torch.float16).cpu(),
+                    "hidden": torch.cat([output.hidden[layer] for layer in layers], -1).to(torch.float16).cpu(),
                     "top_ids": ids.to(torch.int32).cpu(),
                     "top_probs": probs.to(torch.float16).cpu(),
                 }
