@@ -219,12 +219,12 @@ def test_train_and_evaluate_from_the_command_line(counter: Any, tmp_path: Path) 
     for first in range(30):
         (text / f"{first}.txt").write_text("".join(LETTERS[(first + i) % VOCAB] for i in range(40)))
     options = ("--data", text, "--out", tmp_path / "heads", "--steps", 200, "--batch", 64, "--learning-rate", 3e-3)
-    found = run_cli("train", model, *options, "--json")
+    found = run_cli("train", "medusa", model, *options, "--json")
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
     assert min(report["accuracies"]) > 0.8
-    assert run_cli("train", model, *options).exit_code == 0
-    refused = run_cli("train", model, *options[:-2])
+    assert run_cli("train", "medusa", model, *options).exit_code == 0
+    refused = run_cli("train", "medusa", model, *options[:-2])
     assert isinstance(refused.exception, InputError) and "another recipe" in str(refused.exception)
     (tmp_path / "prompts.txt").write_text(LETTERS[3:9] + "\n" + LETTERS[20:24])
     seen = run_cli("evaluate", tmp_path / "heads", model, "--prompts", tmp_path / "prompts.txt", "-n", 40, "--json")
@@ -280,3 +280,22 @@ def test_an_eagle_head_learns_and_is_accepted(counter: Any) -> None:
     result = load(counter, drafter=EagleDrafter(head), k=4).generate([9, 3, 21], SamplingParams(max_new_tokens=41))
     assert result.tokens == [(22 + i) % VOCAB for i in range(41)]
     assert result.stats.tokens_per_pass > 2.5
+
+
+def test_an_eagle_head_from_the_command_line(counter: Any, tmp_path: Path) -> None:
+    """Trained, written in vLLM's names, and loaded again by the same option as other heads."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    counter.save_pretrained(model)
+    tokenizer_of_letters().save_pretrained(model)
+    text.write_text("".join(LETTERS[(i * 7 // 40 + i) % VOCAB] for i in range(4000)))
+    out = tmp_path / "heads"
+    options = ("--data", text, "--out", out, "--steps", 40, "--batch", 200, "--heads", 2, "--learning-rate", 3e-3)
+    found = run_cli("train", "eagle", model, *options, "--json")
+    assert found.exit_code == 0, found.output
+    config = json.loads((out / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 1, 0] and config["draft_vocab_size"] == VOCAB
+    engine = load(model, drafter="heads", heads=out, k=3)
+    result = engine.generate([5, 6, 7], SamplingParams(max_new_tokens=30))
+    assert result.tokens == [(8 + i) % VOCAB for i in range(30)] and result.stats.num_drafted_tokens > 20
+    with pytest.raises(LoadError, match="were trained for another model"):
+        load(tiny_model("llama"), heads=out)

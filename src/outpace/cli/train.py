@@ -15,11 +15,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from .. import profiling
 from ..train import run
 from ..train.fit import Recipe
-from ..train.run import Plan
+from ..train.run import Kind, Plan
 from .options import Device, Dtype, Json, load_engine, talk, to_json
 
 
 def train(
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            help="medusa: heads that guess the next tokens at once, fast to train. eagle: a layer that guesses them "
+            "one by one, better and dearer."
+        ),
+    ],
     model: Annotated[
         str | None, typer.Argument(help="Folder, .gguf file or hub id. Default: the embedded SmolLM2-135M-Instruct.")
     ] = None,
@@ -35,7 +42,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 2000,
     batch: Annotated[int, typer.Option(min=1, help="Places of a step.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="At first; it falls along a cosine.")] = 1e-3,
-    heads: Annotated[int, typer.Option(min=1, max=8, help="Tokens that are guessed.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, max=8, help="Tokens that are guessed; of eagle, steps in training.")] = 4,
     vocabulary: Annotated[int, typer.Option(min=16, help="The most frequent tokens, which can be guessed.")] = 8192,
     rank: Annotated[int, typer.Option(min=1, help="Of the bias by the token before.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the texts, the start and the order.")] = 0,
@@ -48,6 +55,7 @@ def train(
     Use them with outpace generate --heads FOLDER, or heads="FOLDER" in the library; look at them with outpace evaluate.
     """
     plan = Plan(
+        kind=kind,
         data=run.names(data or [run.SELF]),
         num_tokens=tokens,
         num_heads=heads,
@@ -78,4 +86,4 @@ def train(
         print(to_json(asdict(found) | {"heads": str(out)}))
         return
     accuracies = ", ".join(f"{accuracy:.2f}" for accuracy in found.accuracies)
-    print(f"Written to {out}. On texts that were held out, the heads are right in {accuracies} of the cases.")
+    print(f"Written to {out}. On texts that were held out, guesses are right in {accuracies} of the cases, by depth.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LoadError
 from .eagle import EagleLayer, EagleShape
@@ -84,6 +84,72 @@ def from_checkpoint(
         raise LoadError(f"The checkpoint has tensors that an EAGLE-3 head does not have: {', '.join(unknown[:4])}.")
     head.load_state_dict({**found, "token_map": token_map})
     return head.eval().requires_grad_(False)
+
+
+def eagle_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states of a target that a new head mixes: low, middle, high."""
+    return (min(2, num_layers), num_layers // 2, max(0, num_layers - 3))
+
+
+def new_eagle(model: nn.Module, token_map: Tensor) -> EagleLayer:
+    """An untrained head of a target's own sizes, whose output layer begins as rows of the target's."""
+    config = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    num_layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+    layers = eagle_layers(num_layers)
+    hidden = int(config.hidden_size)
+    shape = EagleShape(
+        hidden,
+        hidden,
+        len(layers),
+        int(config.intermediate_size),
+        heads,
+        int(getattr(config, "num_key_value_heads", heads)),
+        int(getattr(config, "head_dim", None) or hidden // heads),
+        len(token_map),
+    )
+    embedding = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    head = EagleLayer(shape, embedding, token_map, layers)
+    with torch.no_grad():
+        rows = model.get_output_embeddings().weight.detach()[token_map]  # type: ignore[operator]
+        head.lm_head.weight.copy_(rows)
+    return head
+
+
+def to_checkpoint(head: EagleLayer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors in vLLM's names, config.json) of a head for a target of the Llama or Qwen family."""
+    shape, tensors = head.shape, dict[str, Tensor]()
+    for name, tensor in head.state_dict().items():
+        part = name.split(".")[0]
+        if part == "token_map":
+            tensors["d2t"] = tensor - torch.arange(len(tensor), device=tensor.device)
+            tensors["t2d"] = torch.zeros(head.vocab_size, dtype=torch.bool).index_fill_(0, tensor.cpu(), True)
+        elif part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            tensors[f"midlayer.self_attn.{name}"] = tensor
+        elif part in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"midlayer.mlp.{name}"] = tensor
+        elif part in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+            tensors[f"midlayer.{name}"] = tensor
+        else:
+            tensors[name] = tensor
+    return tensors, {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": shape.hidden,
+        "target_hidden_size": shape.target_hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.rope_theta,
+        "vocab_size": head.vocab_size,
+        "draft_vocab_size": shape.rows,
+        "max_position_embeddings": getattr(model.config, "max_position_embeddings", 2048),
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_output": shape.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(head.layers),
+    }
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:

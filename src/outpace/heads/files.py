@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import LoadError
 from .eagle import EagleLayer
-from .eagle_files import from_checkpoint, is_eagle
+from .eagle_files import from_checkpoint, is_eagle, to_checkpoint
 from .markov import MarkovHeads
 from .medusa import MedusaHeads, from_tensors
 
@@ -27,6 +27,12 @@ def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads
     folder = Path(path).expanduser()
     config = _config(folder)
     text = target.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    known = config.get(FINGERPRINT)
+    if known is not None and known != fingerprint(target):
+        raise LoadError(
+            f"The heads in {str(folder)!r} were trained for another model: {FINGERPRINT} is {known!r}, and this "
+            f"model's is {fingerprint(target)!r}. Use the heads of this model, or train some."
+        )
     if is_eagle(config):
         embedding = target.get_input_embeddings().weight.detach()  # type: ignore[operator]
         return from_checkpoint(_tensors(folder), config, embedding, int(text.num_hidden_layers))
@@ -35,12 +41,6 @@ def load_heads(path: str | Path, target: nn.Module) -> MedusaHeads | MarkovHeads
         raise LoadError(
             f"{str(folder / 'config.json')!r} says model_type={kind!r}; only 'medusa', {MARKOV!r} and EAGLE-3 heads "
             "can be loaded."
-        )
-    known = config.get(FINGERPRINT)
-    if known is not None and known != fingerprint(target):
-        raise LoadError(
-            f"The heads in {str(folder)!r} were trained for another model: {FINGERPRINT} is {known!r}, and this "
-            f"model's is {fingerprint(target)!r}. Use the heads of this model, or train some."
         )
     for name, value in (("hidden_size", text.hidden_size), ("vocab_size", text.vocab_size)):
         if config.get(name) not in (None, value):
@@ -64,22 +64,26 @@ def new_heads(target: nn.Module, token_map: Tensor, num_heads: int, rank: int) -
     return MarkovHeads(embedding, output.weight.detach(), token_map, num_heads, rank)
 
 
-def save_heads(heads: MarkovHeads, target: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
+def save_heads(heads: MarkovHeads | EagleLayer, target: nn.Module, folder: Path, provenance: dict[str, Any]) -> None:
     """config.json and model.safetensors (float16), each written whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any]
+    if isinstance(heads, EagleLayer):
+        found, config = to_checkpoint(heads, target)
+    else:
+        found = heads.state_dict()
+        config = {
+            "model_type": MARKOV,
+            "num_heads": heads.num_heads,
+            "rank": heads.markov_in.embedding_dim,
+            "hidden_size": heads.fuse.out_features,
+            "draft_vocab_size": len(heads.token_map),
+        }
     tensors = {
-        name: (tensor.to(torch.float16) if tensor.is_floating_point() else tensor.to(torch.int32)).contiguous()
-        for name, tensor in heads.state_dict().items()
+        name: (tensor.to(torch.float16) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in found.items()
     }
-    config = {
-        "model_type": MARKOV,
-        "num_heads": heads.num_heads,
-        "rank": heads.markov_in.embedding_dim,
-        "hidden_size": heads.fuse.out_features,
-        "draft_vocab_size": len(heads.token_map),
-        FINGERPRINT: fingerprint(target),
-        "provenance": provenance,
-    }
+    config |= {FINGERPRINT: fingerprint(target), "provenance": provenance}
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial)
     partial.replace(folder / "model.safetensors")

@@ -92,7 +92,7 @@ def measure(
     by_rank, calibration = _ranks(heads, samples)
     reached = [drafted[0], *accepted[:-1]]
     return Evaluation(
-        evaluate(heads, samples),
+        evaluate(heads, samples, heads.num_heads),
         by_rank,
         calibration,
         tuple(kept / max(1, asked) for kept, asked in zip(accepted, reached, strict=True)),

@@ -82,14 +82,29 @@ def markov_batches(heads: MarkovHeads, samples: Samples, size: int) -> Draw:
     return draw
 
 
+@torch.no_grad()
+def eagle_accuracies(head: EagleLayer, samples: Samples, depth: int) -> tuple[float, ...]:
+    """How often the likeliest token of each step is the text's, given the right tokens before it."""
+    row_of, total = _row_of(head), torch.zeros(3, depth)
+    for text in samples.text.unique().tolist():
+        total += torch.stack(of_eagle(head, row_of, samples, text, depth))
+    return tuple((total[1] / total[2].clamp_min(1)).tolist())
+
+
+def _row_of(head: EagleLayer) -> Tensor:
+    """[vocab] the row of each token; the number of rows for those that cannot be guessed."""
+    found = torch.full((head.vocab_size,), len(head.token_map), dtype=torch.int64)
+    found[head.token_map] = torch.arange(len(head.token_map))
+    return found
+
+
 def eagle_batches(head: EagleLayer, samples: Samples, size: int, depth: int) -> Draw:
     """Batches of random texts until `size` answered tokens are among them. Raises InputError where there are none."""
     counts = torch.bincount(samples.text[samples.is_answer], minlength=int(samples.text.max()) + 1)
     texts = torch.nonzero(counts > depth).flatten()
     if len(texts) == 0:
         raise InputError(f"No text has an answer of more than {depth} tokens: there is nothing to learn.")
-    row_of = torch.full((head.vocab_size,), len(head.token_map), dtype=torch.int64)
-    row_of[head.token_map] = torch.arange(len(head.token_map))
+    row_of = _row_of(head)
 
     def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         total, seen = torch.zeros(3, depth), 0

@@ -6,20 +6,23 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..corpus import texts_of
 from ..engine import Engine
 from ..errors import InputError
+from ..heads.eagle import EagleLayer
+from ..heads.eagle_files import eagle_layers, new_eagle
 from ..heads.files import new_heads, save_heads
 from ..heads.markov import MarkovHeads
 from . import selftalk
 from .fit import Recipe, Report, fit
-from .losses import markov_batches, of_markov
+from .losses import eagle_accuracies, eagle_batches, markov_batches, of_markov
 from .samples import Samples, Text, collect
 
+Kind = Literal["medusa", "eagle"]
 Progress = Callable[[str, int, int, str], None]
 """(what, done, total, more): more is what a person would like to see beside the bar."""
 
@@ -31,9 +34,10 @@ SELF = "self"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is trained on what. data: "self", files or folders. num_tokens: of self-written answers, and at most so many
-    from files. num_rows: of the draft vocabulary."""
+    """What is trained on what. kind: "medusa", our own heads, or "eagle". data: "self", files or folders. num_tokens:
+    of self-written answers, and at most so many from files. num_rows: of the draft vocabulary."""
 
+    kind: Kind = "medusa"
     data: tuple[str, ...] = (SELF,)
     num_tokens: int = 400_000
     max_new_tokens: int = 256
@@ -65,23 +69,32 @@ def train(engine: Engine, plan: Plan, out: Path, progress: Progress, provenance:
     learned, held_out = samples.split(_HELD_OUT)
     target = engine.target.original
     torch.manual_seed(plan.recipe.seed)
-    heads = new_heads(target, learned.most_frequent(plan.num_rows), plan.num_heads, plan.rank)
+    token_map = learned.most_frequent(plan.num_rows)
+    heads: MarkovHeads | EagleLayer
+    if plan.kind == "medusa":
+        heads = new_heads(target, token_map, plan.num_heads, plan.rank)
+        draw = markov_batches(heads, learned, plan.recipe.batch)
+    else:
+        heads = new_eagle(target, token_map)
+        draw = eagle_batches(heads, learned, plan.recipe.batch, plan.num_heads)
 
     def report(last: Report) -> None:
         accuracies = " ".join(f"{accuracy:.2f}" for accuracy in last.accuracies)
         more = f"accuracy {accuracies}, about {last.tokens_per_pass:.2f} tokens per pass"
         progress("Training", last.step, plan.recipe.num_steps, more)
 
-    last = fit(heads, markov_batches(heads, learned, plan.recipe.batch), plan.recipe, work / "state.pt", report)
-    accuracies = evaluate(heads, held_out)
+    last = fit(heads, draw, plan.recipe, work / "state.pt", report)
+    accuracies = evaluate(heads, held_out, plan.num_heads)
     found = Trained(last, accuracies, len(learned.tokens))
     save_heads(heads, target, out, provenance | {"plan": asdict(plan), "result": asdict(found)})
     return found
 
 
 @torch.no_grad()
-def evaluate(heads: MarkovHeads, samples: Samples) -> tuple[float, ...]:
-    """How often each head's likeliest token is the text's, given the right tokens before it."""
+def evaluate(heads: MarkovHeads | EagleLayer, samples: Samples, depth: int) -> tuple[float, ...]:
+    """How often the likeliest token of each depth is the text's, given the right tokens before it."""
+    if isinstance(heads, EagleLayer):
+        return eagle_accuracies(heads, samples, depth)
     anchors = samples.anchors(heads.num_heads)
     if len(anchors) == 0:
         raise InputError("The texts that were held out are too short to look at. Give more or longer ones.")
@@ -107,7 +120,9 @@ def _samples(engine: Engine, plan: Plan, path: Path, progress: Progress) -> Samp
             )
         else:
             texts += from_files(engine, name, plan.num_tokens)
-    samples = collect(engine.target, texts, lambda done, total: progress("Reading texts", done, total, ""))
+    num_layers = int(engine.target.config.num_hidden_layers)
+    layers = (num_layers,) if plan.kind == "medusa" else eagle_layers(num_layers)
+    samples = collect(engine.target, texts, lambda done, total: progress("Reading texts", done, total, ""), layers)
     samples.save(path)
     return samples
 

@@ -1,7 +1,7 @@
 """Several steps of an EAGLE-3 head over a whole text at once: training as it is used ("training-time test").
 
-Li et al. 2025, arXiv 2503.01840, section 3.2. Step 0 at place t sees the target's states up to t. Step j sees, in their
-place, its own outputs of the steps before: it attends to the keys of step 0 up to t and to those of its own chain.
+Li et al. 2025, arXiv 2503.01840, section 3.2. At place t, the first step sees the target's states up to t. The steps
+behind it see, in their place, their own outputs: they attend to the first one's keys up to t and to their own chain's.
 """
 
 from __future__ import annotations
