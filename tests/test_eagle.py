@@ -17,6 +17,7 @@ from outpace.drafters.base import Budget
 from outpace.drafters.eagle import EagleDrafter
 from outpace.heads.eagle import EagleCache, EagleLayer, EagleShape
 from outpace.heads.eagle_files import from_checkpoint
+from outpace.heads.files import save_heads
 from outpace.testing.counter import VOCAB, counter_eagle, counter_model
 from outpace.testing.models import PROMPTS, tiny_model
 from outpace.train.unrolled import unrolled
@@ -210,3 +211,11 @@ def test_unrolled_steps_are_those_of_drafting(fields: dict[str, Any]) -> None:
             logits, out, _ = head(tokens[1 : 1 + count], known, torch.arange(count), EagleCache(), visible)
             known = torch.cat([known, out[-1:]])
             assert torch.allclose(steps[step][place], logits[-1], atol=1e-4)
+
+
+def test_a_checkpoint_in_8_bits(tmp_path: Path) -> None:
+    counter, head = counter_model(4), counter_eagle()
+    save_heads(head, counter, tmp_path, {})
+    engine = load(counter, drafter="heads", heads=tmp_path, k=4, draft_quantize="int8")
+    result = engine.generate([5], SamplingParams(max_new_tokens=41))
+    assert result.tokens == [(6 + i) % VOCAB for i in range(41)] and result.stats.num_verifications <= 10

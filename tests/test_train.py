@@ -299,3 +299,13 @@ def test_an_eagle_head_from_the_command_line(counter: Any, tmp_path: Path) -> No
     assert result.tokens == [(8 + i) % VOCAB for i in range(30)] and result.stats.num_drafted_tokens > 20
     with pytest.raises(LoadError, match="were trained for another model"):
         load(tiny_model("llama"), heads=out)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "auto"])
+def test_heads_in_8_bits_guess_the_same(quantize: Any, counter: Any, counted: Samples, tmp_path: Path) -> None:
+    heads = heads_of(counter, counted)
+    train(heads, counted, Recipe(200, 128, 3e-3))
+    save_heads(heads, counter, tmp_path, {})
+    engine = load(counter, drafter="heads", heads=tmp_path, k=4, draft_quantize=quantize)
+    result = engine.generate([1, 2, 20], SamplingParams(max_new_tokens=41))
+    assert result.tokens == [(21 + i) % VOCAB for i in range(41)] and result.stats.tokens_per_pass > 3.5

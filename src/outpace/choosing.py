@@ -27,7 +27,7 @@ from .heads.files import load_heads
 from .heads.markov import MarkovHeads
 from .probe import probe
 from .prompts import QUESTIONS
-from .quantize import DraftQuantize, faster, quantized
+from .quantize import CLEARLY, DraftQuantize, Int8Linear, faster, quantized, replace_linears
 from .ragged import RaggedCache
 from .target import Target
 from .union import UnionDrafter
@@ -140,7 +140,7 @@ def _seen(value: Any) -> str:
 _USERS: dict[str, tuple[str, ...]] = {
     "draft_model": ("model",),
     "vocabularies": ("model",),
-    "draft_quantize": ("model",),
+    "draft_quantize": ("model", "heads"),
     "width": ("model", "early-exit"),
     "corpus": ("suffix", "lookup"),
     "memory": ("suffix", "lookup"),
@@ -242,13 +242,28 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
 
 
 def _heads_drafter(target: Target, options: DraftOptions) -> Drafter:
+    """With weights in int8 where that measures faster; heads only guess."""
+    exact = _with_heads(target, options, is_coarse=False)
+    if options.draft_quantize == "none" or (options.draft_quantize == "auto" and target.device.type != "cpu"):
+        return exact
+    coarse = _with_heads(target, options, is_coarse=True)
+    if options.draft_quantize == "int8" or coarse.level_seconds < CLEARLY * exact.level_seconds:
+        return coarse
+    return exact
+
+
+def _with_heads(target: Target, options: DraftOptions, is_coarse: bool) -> MedusaDrafter | MarkovDrafter | EagleDrafter:
     assert options.heads is not None, "names_of asks for heads"
     heads, last_layer = load_heads(options.heads, target.original), int(target.config.num_hidden_layers)
-    if isinstance(heads, EagleLayer):
-        return EagleDrafter(heads.to(target.device, target.dtype))
     if isinstance(heads, MarkovHeads):
-        return MarkovDrafter(heads.to(target.device), last_layer)
-    return MedusaDrafter(heads.to(target.device, target.dtype), last_layer)
+        heads.to(target.device)
+        if is_coarse:
+            heads.replace_output(Int8Linear)
+        return MarkovDrafter(heads, last_layer)
+    heads.to(target.device, target.dtype)
+    if is_coarse:
+        replace_linears(heads, Int8Linear)
+    return EagleDrafter(heads) if isinstance(heads, EagleLayer) else MedusaDrafter(heads, last_layer)
 
 
 def _self_drafter(target: Target, options: DraftOptions) -> ModelDrafter:

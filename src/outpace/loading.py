@@ -75,7 +75,7 @@ def load(
     draft_model: as `model`. draft_tokenizer: as `tokenizer`.
     vocabularies: how the tokens of target and draft model meet: "equal" ids, "shared" tokens under different ids, or
         "text", which suits any two tokenizers.
-    draft_quantize: "int8" weights for the draft model, "none", or "auto": int8 where that is measured to be faster.
+    draft_quantize: "int8" weights for the draft model or heads, "none", or "auto": int8 where that measures faster.
     k: most drafted tokens per round; by default what the drafter wants, or 32 that the planner chooses from.
     width: branches of a draft model's tree. confidence_threshold: a draft model goes no deeper where a path is
         accepted with less than this probability.

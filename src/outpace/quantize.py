@@ -16,7 +16,7 @@ from .target import Target
 
 DraftQuantize = Literal["auto", "int8", "none"]
 _NUM_TIMED = 3
-_CLEARLY = 0.9  # a coarse draft is right a little less often: it must be this much faster
+CLEARLY = 0.9  # a coarse draft is right a little less often: it must be this much faster
 
 _log = logging.getLogger("outpace")
 
@@ -84,4 +84,4 @@ def faster(target: Target) -> Target | None:
         _log.info("The draft model stays as it is: %s", error)
         return None
     ours, theirs = (min(times) for times in zip(*turns, strict=True))
-    return small if ours < _CLEARLY * theirs else None
+    return small if ours < CLEARLY * theirs else None

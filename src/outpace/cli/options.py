@@ -60,7 +60,7 @@ DraftQuantizeOption = Annotated[
     DraftQuantize,
     typer.Option(
         "--draft-quantize",
-        help="Weights of the draft model: int8, none for its own, or auto: int8 where that measures faster.",
+        help="Weights of the draft model or heads: int8, none for their own, or auto: int8 where that measures faster.",
     ),
 ]
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of text or code to copy drafts from.")]

@@ -95,7 +95,7 @@ class EagleLayer(nn.Module):
 
     def mixed(self, states: Tensor) -> Tensor:
         """[n, num_states * target_hidden] -> [n, hidden]."""
-        found: Tensor = self.fc(states.to(self.fc.weight))
+        found: Tensor = self.fc(states.to(self.norm.weight))
         return found
 
     def forward(

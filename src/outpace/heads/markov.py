@@ -7,6 +7,8 @@ DSpark (arXiv 2607.05147): p(v) ~ exp(U_k(v) + W1[parent] . W2[:, v]). Their out
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,7 @@ class MarkovHeads(nn.Module):
         self.register_buffer("_rows", output[token_map], persistent=False)
         self.register_buffer("_row_of", row_of, persistent=False)
         self._embedding = embedding
+        self._output: nn.Module | None = None  # what stands in for the rows, once training is over
         for layer in (self.fuse, *self.blocks):  # at first, every head says what the target's own output layer says
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -62,7 +65,16 @@ class MarkovHeads(nn.Module):
 
     def scores(self, features: Tensor) -> Tensor:
         """[..., H] -> [..., rows]: the logits before the bias."""
+        if self._output is not None:
+            found: Tensor = self._output(features)
+            return found
         return nn.functional.linear(features, self._rows.to(features))
+
+    def replace_output(self, make: Callable[[nn.Linear], nn.Module]) -> None:
+        """Let what `make` returns, a faster layer with the same weights, do the work of the output layer."""
+        linear = nn.Linear(self._rows.shape[1], self._rows.shape[0], bias=False)
+        linear.weight = nn.Parameter(self._rows, requires_grad=False)
+        self._output = make(linear)
 
     def bias(self, parents: Tensor) -> Tensor:
         """[...] token ids -> [..., rows], what follows them."""
