@@ -390,3 +390,11 @@ def test_the_shared_models_are_as_they_were_built() -> None:
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model("llama").parameters(), strict=True))
     assert torch.equal(scores(itself("llama"), MIXED), scores(fresh, MIXED))
     assert first_seen_at(greedy("llama", MIXED, 40), 0) == greedy("llama", MIXED, 40)[0]
+
+
+def test_a_text_of_one_pass_has_a_speed() -> None:
+    """All tokens came with the first: they took the time until it was there, not no time at all."""
+    stats = Stats(num_new_tokens=8, num_verifications=1, prefill_seconds=0.5, decode_seconds=1e-7)
+    assert stats.decode_tokens_per_second == 16
+    stats = Stats(num_new_tokens=9, num_verifications=4, prefill_seconds=0.5, decode_seconds=2.0)
+    assert stats.decode_tokens_per_second == 4

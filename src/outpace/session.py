@@ -75,7 +75,9 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after the first one over the time they took."""
+        """Tokens after the first over the time they took; all over the time to the first where one pass gave all."""
+        if self.num_verifications == 1 and self.prefill_seconds > 0:
+            return self.num_new_tokens / self.prefill_seconds
         return (self.num_new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def count_round(self, tree: TokenTree, path: Sequence[int]) -> None:
