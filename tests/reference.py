@@ -172,3 +172,14 @@ def writer() -> Any:
 def decoded(tokens: Sequence[int]) -> str:
     text: str = tokenizer().decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
+
+
+class Recorder:
+    """Keeps the scores from which every token was chosen."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(scores[0].clone())
+        return scores

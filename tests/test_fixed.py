@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Recorder
 
 from outpace import Engine, InputError, LoadError, SamplingParams, accelerate, graphs, load
 from outpace.testing.drafters import always_wrong, oracle, random_trees
 from outpace.testing.models import PROMPTS, tiny_model
 
 NUM_NEW = 40
-
-
-class Recorder:
-    """Keeps the scores from which every token was chosen."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(scores[0].clone())
-        return scores
 
 
 def decode(engine: Engine, prompt: tuple[int, ...], **settings: Any) -> tuple[list[int], torch.Tensor, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from outpace import SamplingParams, accelerate, load
@@ -15,17 +16,6 @@ from outpace.fewrows import FewRowsLinear, twin
 from outpace.models import resolve
 
 pytestmark = pytest.mark.real
-
-
-class Recorder:
-    """Keeps the scores from which every token was chosen."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(scores[0].clone())
-        return scores
 
 
 QUESTIONS = (

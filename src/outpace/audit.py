@@ -150,6 +150,15 @@ def measure_rounding(
     return worst
 
 
+def measure_roundings(engine: Engine, text: Sequence[int]) -> tuple[float, float]:
+    """(of the engine's own layers, against the user's model itself), see `measure_rounding`; equal if both are one."""
+    own = measure_rounding(engine.target, text)
+    stock = engine.without_drafts(is_stock=True).target
+    if stock is engine.target:
+        return own, own
+    return own, max(own, measure_rounding(engine.target, text, reference=stock))
+
+
 def _plain_logits(target: Target, text: Sequence[int], count: int) -> Tensor:
     """[count, vocab] float32: the logits after each of the last `count` tokens, decoded one at a time."""
     cache = target.new_cache()

@@ -243,13 +243,13 @@ def _model_drafter(target: Target, tokenizer: Any, options: DraftOptions, load_m
 
 def _heads_drafter(target: Target, options: DraftOptions) -> Drafter:
     """With weights in int8 where that measures faster; heads only guess."""
+    if options.draft_quantize == "int8":
+        return _with_heads(target, options, is_coarse=True)
     exact = _with_heads(target, options, is_coarse=False)
-    if options.draft_quantize == "none" or (options.draft_quantize == "auto" and target.device.type != "cpu"):
+    if options.draft_quantize == "none" or target.device.type != "cpu":
         return exact
     coarse = _with_heads(target, options, is_coarse=True)
-    if options.draft_quantize == "int8" or coarse.level_seconds < CLEARLY * exact.level_seconds:
-        return coarse
-    return exact
+    return coarse if coarse.level_seconds < CLEARLY * exact.level_seconds else exact
 
 
 def _with_heads(target: Target, options: DraftOptions, is_coarse: bool) -> MedusaDrafter | MarkovDrafter | EagleDrafter:

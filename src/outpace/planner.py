@@ -82,16 +82,17 @@ class Planner:
     def budgets(self, budgets: Sequence[Budget]) -> list[Budget]:
         """What each row may draft: nothing while drafting does not pay, and nothing that is too improbable to pay."""
         num_rows, state = len(budgets), self._state(len(budgets))
+        nothing = [replace(budget, nodes=0, depth=0) for budget in budgets]
         if state.pause > 0:
             state.pause -= 1
             if state.pause == 0:
                 state.expected = state.spent = state.lost = 0.0
-            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+            return nothing
         if not self.is_on(num_rows):
-            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+            return nothing
         if state.skip > 0 or state.since_plain >= _PLAIN_EVERY:
             state.skip = max(0, state.skip - 1)
-            return [replace(budget, nodes=0, depth=0) for budget in budgets]
+            return nothing
         if state.draft_depth == 0:
             return [replace(budget, depth=min(budget.depth, _FIRST_DEPTH)) for budget in budgets]
         least = self._least_value(num_rows, max(budget.nodes for budget in budgets))

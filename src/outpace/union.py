@@ -104,7 +104,7 @@ class UnionDrafter:
                 hit = 0
                 for child in children[node]:
                     is_hit = tree.tokens[child] == token
-                    own = tree.value[child] / tree.value[node] if tree.value[node] > 0 else 0.0
+                    own = _own(tree, node, child)
                     self.calibration.count(tree.source[child], depth, is_hit, own)
                     hit = child if is_hit else hit
                 if hit == 0:
@@ -122,7 +122,7 @@ class UnionDrafter:
             below = []
             for parent, tree, children, node in level:
                 for child in children[node]:
-                    own = tree.value[child] / tree.value[node] if tree.value[node] > 0 else 0.0
+                    own = _own(tree, node, child)
                     kind = tree.source[child]
                     chance = self.calibration.chance(kind, depth, own)
                     key = (parent, tree.tokens[child])
@@ -167,3 +167,8 @@ def _children(tree: TokenTree) -> list[list[int]]:
     for node, parent in enumerate(tree.parents[1:], 1):
         children[parent].append(node)
     return children
+
+
+def _own(tree: TokenTree, node: int, child: int) -> float:
+    """What a drafter says: the chance of a child, given its parent."""
+    return tree.value[child] / tree.value[node] if tree.value[node] > 0 else 0.0

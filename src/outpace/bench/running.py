@@ -180,12 +180,7 @@ def _verdict(engine: Engine, plain: Result, tokens: Tokens, params: SamplingPara
     """identical, tie or bug, against our plain decoding."""
     if tokens == plain.tokens:
         return "identical"
-    rounding = audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens)
-    if engine.target.model is not engine.target.original:
-        stock = engine.without_drafts(is_stock=True).target
-        rounding = max(
-            rounding, audit.measure_rounding(engine.target, plain.prompt_tokens + plain.tokens, reference=stock)
-        )
+    _, rounding = audit.measure_roundings(engine, plain.prompt_tokens + plain.tokens)
     difference = audit.find_difference(engine, plain, replace(plain, tokens=tokens), params, rounding)
     assert difference is not None, "the texts differ"
     return "tie" if difference.is_tie else "bug"

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .running import PLAIN
+from .running import PLAIN, Row
 
-Row = dict[str, Any]
 ALL = "all"
 _NUM_RESAMPLES = 2000
 

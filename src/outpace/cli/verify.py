@@ -124,10 +124,7 @@ def _measure(engine: Engine, prompt: NamedPrompt, max_new_tokens: int) -> tuple[
     params = SamplingParams(max_new_tokens=min(33, max_new_tokens))
     plain = engine.without_drafts().generate(usable(engine, prompt), params)
     text = plain.prompt_tokens + plain.tokens
-    rounding = stock_rounding = audit.measure_rounding(engine.target, text)
-    stock = engine.without_drafts(is_stock=True).target
-    if stock is not engine.target:
-        stock_rounding = max(rounding, audit.measure_rounding(engine.target, text, reference=stock))
+    rounding, stock_rounding = audit.measure_roundings(engine, text)
     return (0.0 if engine.options.is_bitwise else rounding), stock_rounding
 
 
